@@ -1,0 +1,40 @@
+"""The GPU architectures that one source serves, and what differs between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Arch:
+    """Facts of an architecture that plans depend on.
+
+    Args:
+        name: the compiler's name, e.g. "sm_90a".
+        num_sms: multiprocessors of the usual part (H200 132, B200 148, B300 148).
+        smem_bytes: shared memory that one CTA may take.
+        smem_per_sm_bytes: shared memory that the CTAs of one multiprocessor share.
+    """
+
+    name: str
+    num_sms: int
+    smem_bytes: int = 227 * 1024
+    smem_per_sm_bytes: int = 228 * 1024
+
+
+ARCHES = {arch.name: arch for arch in (Arch("sm_90a", 132), Arch("sm_100a", 148), Arch("sm_103a", 148))}
+_BY_CAPABILITY = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
+
+
+def arch_of_capability(capability: tuple[int, int]) -> Arch:
+    """The architecture to compile for on a device of this compute capability.
+
+    Raises:
+        NotImplementedError: the device is older than sm_90 or of a family without kernels here.
+    """
+    if capability not in _BY_CAPABILITY:
+        raise NotImplementedError(
+            f"compute capability: supported are {sorted(_BY_CAPABILITY)} (Hopper, B200, B300), got {capability}; "
+            "move the tensors to the CPU to run the torch twin"
+        )
+    return ARCHES[_BY_CAPABILITY[capability]]

@@ -1,0 +1,96 @@
+"""Advance the cursors after a model step: one small launch for all layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+from cute_kernels.args import RowTensors
+from cute_kernels.compile import compiled
+from cute_kernels.dtypes import CUTLASS_DTYPE
+from cute_kernels.primitives.arithmetic import select
+from cute_kernels.primitives.memory import load_words, store_words
+from cute_kernels.replay.cursor import RowCursor, is_padding, load_slot
+
+THREADS = 128
+
+
+@dataclass(frozen=True)
+class CommitKey:
+    """Everything that one compiled commit kernel depends on, beside the architecture."""
+
+    window: int
+    num_draft: int
+    index_dtype: str = "int32"
+    has_force_fold: bool = False
+    has_num_accepted: bool = False
+
+
+@cute.kernel
+def commit_kernel(
+    rows: RowTensors,
+    num_accepted: cute.Tensor | None,
+    ring_capacity: Int32,
+    pad_slot: Int32,
+    key: cutlass.Constexpr,
+):
+    """One thread a row: num_committed <- (folded ? 0 : num_committed) + accepted, ring_start past what was folded."""
+    thread, _, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    row = block * THREADS + thread
+    if row < cute.size(rows.cache_indices):
+        slot = load_slot(rows, row, key.index_dtype)
+        if not is_padding(slot, pad_slot):
+            cursor = RowCursor.load(rows, row, slot, capacity=ring_capacity, window=key.window, tokens=key.num_draft)
+            accepted = Int32(key.num_draft)
+            if cutlass.const_expr(num_accepted is not None):
+                accepted = Int32(load_words(num_accepted.iterator.toint() + Int64(row) * 4, 1)[0])
+            offset = cursor.slot * 4
+            start = select(cursor.folds, cursor.physical(cursor.count), cursor.start)
+            left = select(cursor.folds, Int32(0), cursor.count)
+            store_words(rows.ring_start.iterator.toint() + offset, [start])
+            store_words(rows.num_committed.iterator.toint() + offset, [left + accepted])
+
+
+@cute.jit
+def commit_launch(
+    rows: RowTensors,
+    num_accepted: cute.Tensor | None,
+    ring_capacity: Int32,
+    pad_slot: Int32,
+    key: cutlass.Constexpr,
+    stream: Any,
+):
+    """Host side of the launch."""
+    commit_kernel(rows, num_accepted, ring_capacity, pad_slot, key).launch(
+        grid=[(cute.size(rows.cache_indices) + THREADS - 1) // THREADS, 1, 1], block=[THREADS, 1, 1], stream=stream
+    )
+
+
+def fake_arguments(key: CommitKey) -> tuple[Any, ...]:
+    """Fake tensors of the shapes and dtypes that a commit kernel admits."""
+
+    def vector(name: str, extent: Any) -> Any:
+        dtype = CUTLASS_DTYPE[name]
+        return make_fake_tensor(dtype, (extent,), (1,), assumed_align=dtype.width // 8)
+
+    batch, slots = cute.sym_int64(), cute.sym_int64()
+    rows = RowTensors(
+        cache_indices=vector(key.index_dtype, batch),
+        ring_start=vector("int32", slots),
+        num_committed=vector("int32", slots),
+        force_fold=vector("uint8", batch) if key.has_force_fold else None,
+    )
+    num_accepted = vector("int32", batch) if key.has_num_accepted else None
+    return rows, num_accepted, Int32(1), Int32(-1), key, make_fake_stream(use_tvm_ffi_env_stream=True)
+
+
+def kernel(key: CommitKey, arch: str) -> Callable[..., None]:
+    """The compiled commit: call it with (row tensors, num_accepted, ring capacity, pad slot)."""
+    return compiled(commit_launch, lambda: fake_arguments(key), key, arch)

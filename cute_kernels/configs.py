@@ -1,0 +1,203 @@
+"""What a step kernel is specialised for, as frozen values that need no compiler: plans, tests and the tuner use them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from cute_kernels.arch import Arch
+
+SIZE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+WARP = 32
+LANES_PER_RECORD = 8
+CtaOrder = Literal["heads_first", "rows_first"]
+
+
+@dataclass(frozen=True)
+class StepConfig:
+    """Launch parameters of the SIMT readout.
+
+    Args:
+        split: CTAs that share the V rows of one head.
+        threads: threads of a CTA.
+        chunks: bulk copies that bring the CTA's tile of the checkpoint, each with its own barrier.
+        evict_first: stream the checkpoint through L2 without keeping it, so that the lines written beside it stay.
+    """
+
+    split: int = 1
+    threads: int = 128
+    chunks: int = 4
+    evict_first: bool = True
+
+
+@dataclass(frozen=True)
+class Mamba2Options:
+    """What a Mamba-2 step is given; None stands for an absent tensor, a name for its dtype."""
+
+    dt_dtype: str = "bfloat16"
+    D_dtype: str | None = None
+    has_z: bool = False
+    dt_bias_dtype: str | None = None
+    dt_softplus: bool = False
+
+
+@dataclass(frozen=True)
+class StepKey:
+    """Everything that one compiled step kernel depends on, beside the architecture."""
+
+    num_v_heads: int
+    num_k_heads: int
+    head_dim: int
+    d_state: int
+    window: int
+    checkpoint_dtype: str
+    activation_dtype: str
+    options: Mamba2Options
+    config: StepConfig
+    index_dtype: str = "int32"
+    has_force_fold: bool = False
+    pdl: bool = False
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The work of one CTA and how its threads share it, derived from a key.
+
+    A tile is `rows` consecutive V rows of one head, all K columns. The readout gives each row to 8 lanes; the fold
+    gives `fold_lanes` lanes to a row, so that a warp writes whole rows.
+    """
+
+    rows: int
+    d_state: int
+    state_size: int
+    activation_size: int
+    threads: int
+    window: int
+
+    @classmethod
+    def of(cls, key: StepKey) -> Tile:
+        return cls(
+            rows=key.head_dim // key.config.split,
+            d_state=key.d_state,
+            state_size=SIZE_BYTES[key.checkpoint_dtype],
+            activation_size=SIZE_BYTES[key.activation_dtype],
+            threads=key.config.threads,
+            window=key.window,
+        )
+
+    @property
+    def bytes(self) -> int:
+        return self.rows * self.d_state * self.state_size
+
+    @property
+    def warps(self) -> int:
+        return self.threads // WARP
+
+    @property
+    def vector(self) -> int:
+        """State elements of a 16-byte access."""
+        return 16 // self.state_size
+
+    @property
+    def records_per_pass(self) -> int:
+        return self.threads // LANES_PER_RECORD
+
+    @property
+    def passes(self) -> int:
+        """Passes over the window, each of `records_per_pass` records."""
+        return -(-self.window // self.records_per_pass)
+
+    @property
+    def key_chunks(self) -> int:
+        """Vectors of a key, and of a state row, that each of 8 lanes takes."""
+        return self.d_state // self.vector // LANES_PER_RECORD
+
+    @property
+    def value_vector(self) -> int:
+        """Value elements of a 16-byte access."""
+        return 16 // self.activation_size
+
+    @property
+    def value_vectors(self) -> int:
+        """16-byte accesses that a record's values for this tile take."""
+        return self.rows // self.value_vector
+
+    @property
+    def readout_rows(self) -> int:
+        """Rows that the CTA's readout covers at once."""
+        return self.threads // LANES_PER_RECORD
+
+    @property
+    def fold_lanes(self) -> int:
+        return min(WARP, self.d_state // self.vector)
+
+    @property
+    def fold_chunks(self) -> int:
+        """Vectors of a row that each of the fold's lanes takes."""
+        return self.d_state // self.vector // self.fold_lanes
+
+    @property
+    def fold_rows(self) -> int:
+        """Rows that the CTA's fold covers at once."""
+        return self.threads // self.fold_lanes
+
+    @property
+    def fold_steps(self) -> int:
+        """Rows that one thread folds."""
+        return self.rows // self.fold_rows
+
+    @property
+    def fold_block(self) -> int:
+        """Rows that one thread folds at a time: as many as keep its values within 32 registers."""
+        most = max(1, 32 // (self.vector * self.fold_chunks))
+        return max(n for n in range(1, most + 1) if self.fold_steps % n == 0)
+
+    @property
+    def padded_window(self) -> int:
+        return self.passes * self.records_per_pass
+
+    @property
+    def staging_bytes(self) -> int:
+        """Shared memory beside the tile: the fold's records, or the readout's partial sums, in the same place."""
+        fold = self.padded_window * (self.d_state * self.activation_size + self.rows * 4)
+        return max(fold, self.warps * self.rows * 4)
+
+    @property
+    def smem_bytes(self) -> int:
+        return self.bytes + self.staging_bytes + self.rows * 4 + 64
+
+
+def invalid_reason(key: StepKey, arch: Arch) -> str | None:
+    """Why this key has no kernel on this architecture, or None: the one statement of what the SIMT step supports."""
+    if key.d_state not in (64, 128, 256):
+        return f"d_state: supported are 64, 128 and 256, got {key.d_state}"
+    if key.head_dim not in (64, 80, 128):
+        return f"head_dim: supported are 64, 80 and 128, got {key.head_dim}"
+    if not 1 <= key.num_v_heads <= 256:
+        return f"num_v_heads: supported are 1 to 256, got {key.num_v_heads}"
+    config, tile = key.config, Tile.of(key)
+    if config.threads != 128:
+        return f"threads: supported is 128, got {config.threads}"
+    if key.head_dim % config.split or tile.rows % tile.readout_rows:
+        return f"split: {key.head_dim} rows do not split into {config.split} parts of whole {tile.readout_rows}s"
+    if tile.bytes % (16 * config.chunks) or tile.rows % config.chunks:
+        return f"chunks: a tile of {tile.rows} rows does not split into {config.chunks} copies"
+    if tile.smem_bytes > arch.smem_bytes:
+        return f"shared memory: {tile.smem_bytes} bytes, {arch.name} has {arch.smem_bytes}; raise split"
+    return None
+
+
+def is_valid(key: StepKey, arch: Arch) -> bool:
+    """Whether a kernel exists for this key on this architecture."""
+    return invalid_reason(key, arch) is None
+
+
+def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
+    """A configuration without a measurement: the smallest split whose tile is at most 40 KiB; None if there is none."""
+    del batch
+    for split in (1, 2, 4, 5, 8):
+        config = StepConfig(split=split)
+        candidate = replace(key, config=config)
+        if is_valid(candidate, arch) and Tile.of(candidate).bytes <= 40 * 1024:
+            return config
+    return None

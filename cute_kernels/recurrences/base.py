@@ -1,0 +1,51 @@
+"""The hooks that a recurrence gives to the step kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import cutlass.cute as cute
+from cutlass import Float32
+
+
+@dataclass(frozen=True)
+class Gate:
+    """Scalars of a row's head in this step, known in every thread.
+
+    Args:
+        record: the token's decay record, as the ring keeps it.
+        rate: base-2 log-decay of a record of 1.
+        skip: weight of the token's own value in the output, beside the state.
+    """
+
+    record: Float32
+    rate: Float32
+    skip: Float32
+
+
+class Recurrence(Protocol):
+    """A frozen, hashable policy; its methods are called while a kernel is traced.
+
+    `value_needs_state` says whether a token's value record can be made only after a readout of the state.
+    """
+
+    value_needs_state: bool
+
+    def key(self, inputs: Any) -> cute.Tensor:
+        """The keys of this step's tokens, [rows, T, HK, K]."""
+
+    def query(self, inputs: Any) -> cute.Tensor:
+        """The queries of this step's tokens, [rows, T, HK, K]."""
+
+    def value(self, inputs: Any) -> cute.Tensor:
+        """The tensor that the tokens' value records come from, [rows, T, HV, V]."""
+
+    def gate(self, inputs: Any, row: Any, head: Any) -> Gate:
+        """The gate of a row's head."""
+
+    def weight(self, record: Any) -> Float32:
+        """Factor of a record's value, beside the decay of what comes after it."""
+
+    def finish(self, inputs: Any, row: Any, head: Any, channel: Any, output: Any, inside: Any) -> Float32:
+        """The output of a channel after the layer's epilogue; nothing is read where `inside` is false."""

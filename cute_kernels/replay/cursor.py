@@ -1,0 +1,73 @@
+"""Where a row's pending records lie and whether the row folds in this step: the device's single statement of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Boolean, Int32, Int64
+
+from cute_kernels.args import RowTensors
+from cute_kernels.primitives.arithmetic import select
+from cute_kernels.primitives.memory import load_byte, load_words
+
+
+def load_slot(rows: RowTensors, row: Any, index_dtype: str) -> Int32:
+    """The slot of a row. A slot beyond 31 bits cannot exist, so the upper half of an int64 index is its sign."""
+    size = 8 if index_dtype == "int64" else 4
+    address = rows.cache_indices.iterator.toint() + Int64(row) * rows.cache_indices.stride[0] * size
+    return Int32(load_words(address, 1)[0])
+
+
+def is_padding(slot: Any, pad_slot: Any) -> Boolean:
+    """Rows of the padding slot and of negative slots carry no request."""
+    return (slot == pad_slot) | (slot < 0)
+
+
+@dataclass(frozen=True)
+class RowCursor:
+    """The pending records of one row.
+
+    Args:
+        slot: the row's slot, 64 bits wide so that products with strides cannot overflow.
+        start: physical row of the oldest pending record.
+        count: pending records.
+        folds: the committed records enter the checkpoint at the start of this step.
+        capacity: physical rows of the ring.
+    """
+
+    slot: Int64
+    start: Int32
+    count: Int32
+    folds: Boolean
+    capacity: Int32
+
+    @classmethod
+    def load(cls, rows: RowTensors, row: Any, slot: Any, *, capacity: Any, window: int, tokens: int) -> RowCursor:
+        """Read a live row's cursor and decide by the fold rule for a step of `tokens` tokens."""
+        offset = Int64(slot) * 4
+        start = Int32(load_words(rows.ring_start.iterator.toint() + offset, 1)[0])
+        count = Int32(load_words(rows.num_committed.iterator.toint() + offset, 1)[0])
+        folds = folds_by_rule(count, tokens, window, load_force(rows, row))
+        return cls(Int64(slot), start, count, folds, Int32(capacity))
+
+    def physical(self, logical: Any) -> Int32:
+        """Physical ring row of logical record `logical`, 0 to capacity - 1."""
+        row = self.start + logical
+        return select(row >= self.capacity, row - self.capacity, row)
+
+
+def load_force(rows: RowTensors, row: Any) -> Boolean | None:
+    """Whether the caller asks this row to fold; None where no mask was given."""
+    if cutlass.const_expr(rows.force_fold is None):
+        return None
+    return load_byte(rows.force_fold.iterator.toint() + Int64(row)) != 0
+
+
+def folds_by_rule(count: Any, tokens: Any, window: int, forced: Boolean | None) -> Boolean:
+    """The fold rule: the step's tokens would not fit beside the pending records, or the caller asks for it."""
+    full = count + tokens > window
+    if cutlass.const_expr(forced is None):
+        return full & (count > 0)
+    return (full | forced) & (count > 0)

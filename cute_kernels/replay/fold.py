@@ -1,0 +1,171 @@
+"""Folding the committed records into the checkpoint: state <- decay * state + sum over j of w_j value_j key_j^T."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from cute_kernels.configs import LANES_PER_RECORD, Tile
+from cute_kernels.primitives.convert import pack, unpack
+from cute_kernels.primitives.memory import (
+    EVICT_LAST,
+    load_shared,
+    load_shared_floats,
+    store_shared,
+    store_shared_if,
+    store_words,
+)
+from cute_kernels.primitives.reduce import transposing_sum
+from cute_kernels.replay.window import LoadedRecord
+
+RECORD_UNROLL = 4  # records an iteration; the window is staged in whole passes, so their number is padded with zeros
+
+
+@dataclass(frozen=True)
+class FoldStatics:
+    """What a fold knows while it is traced."""
+
+    tile: Tile
+    state_dtype: str
+    activation_dtype: str
+
+
+@dataclass(frozen=True)
+class FoldStage:
+    """Where the records of a fold lie in shared memory, and which of the tile a thread folds.
+
+    Keys are [record][K] in the activation dtype. Values, already weighted, are float [record][row % n][row // n] with
+    n = `tile.fold_rows`, so that the rows of one thread are consecutive.
+
+    Args:
+        keys, values: byte addresses in shared memory.
+        column_lane: which of the row's `tile.fold_lanes` lanes this thread is.
+        first_row: the first of this thread's rows; they are `tile.fold_rows` apart.
+    """
+
+    keys: Int32
+    values: Int32
+    column_lane: Int32
+    first_row: Int32
+
+    @classmethod
+    def of(cls, tile: Tile, staging: Any, thread: Any) -> FoldStage:
+        """The stage of a thread of the CTA, with its records at shared address `staging`."""
+        values = staging + tile.padded_window * tile.d_state * tile.activation_size
+        return cls(staging, values, thread % tile.fold_lanes, thread // tile.fold_lanes)
+
+
+def stage_record(
+    stage: FoldStage, statics: FoldStatics, record: Any, lane8: Any, loaded: LoadedRecord, weight: Any
+) -> None:
+    """Write one record, as the 8 lanes that share it have loaded it, with its values weighted."""
+    tile = statics.tile
+    vector_bytes = tile.vector * tile.activation_size
+    where = stage.keys + record * (tile.d_state * tile.activation_size) + lane8 * vector_bytes
+    for c, words in enumerate(loaded.key):
+        for first in range(0, len(words), 4):
+            store_shared(where, words[first : first + 4], offset=c * LANES_PER_RECORD * vector_bytes + 4 * first)
+    record_values = stage.values + record * (tile.rows * 4)
+    for c, words in enumerate(loaded.values):
+        vector = c * LANES_PER_RECORD + lane8
+        for e, x in enumerate(unpack(words, statics.activation_dtype)):
+            row = vector * tile.value_vector + e
+            place = (row % tile.fold_rows) * tile.fold_steps + row // tile.fold_rows
+            word = (x * weight).bitcast(Int32)
+            store_shared_if(vector < tile.value_vectors, record_values + place * 4, [word])
+
+
+def load_fold_key(stage: FoldStage, statics: FoldStatics, record: Any, ahead: int) -> list[Float32]:
+    """This thread's columns of the key of record `record + ahead`."""
+    tile = statics.tile
+    key_bytes, vector_bytes = tile.d_state * tile.activation_size, tile.vector * tile.activation_size
+    where = stage.keys + record * key_bytes + stage.column_lane * vector_bytes
+    words = []
+    for c in range(tile.fold_chunks):
+        for first in range(0, vector_bytes, 16):
+            skip = ahead * key_bytes + c * tile.fold_lanes * vector_bytes + first
+            words += load_shared(where, min(4, vector_bytes // 4), offset=skip)
+    return unpack(words, statics.activation_dtype)
+
+
+def load_fold_values(stage: FoldStage, statics: FoldStatics, record: Any, ahead: int, block: Any) -> list[Float32]:
+    """The weighted values of this thread's rows of a block, of record `record + ahead`."""
+    tile = statics.tile
+    where = stage.values + (record * tile.rows + stage.first_row * tile.fold_steps + block * tile.fold_block) * 4
+    alignment = 4 * _power_of_two_in(tile.fold_block, tile.fold_steps, tile.rows)
+    return load_shared_floats(where, tile.fold_block, alignment, offset=ahead * tile.rows * 4)
+
+
+def _power_of_two_in(*counts: int) -> int:
+    """The largest power of two up to 4 that divides every count."""
+    return max(n for n in (1, 2, 4) if all(count % n == 0 for count in counts))
+
+
+@cute.jit
+def fold_tile(
+    stage: FoldStage,
+    statics: cutlass.Constexpr,
+    state: Int32,
+    checkpoint: Int64,
+    products: Int32,
+    num_records: Int32,
+    decay: Float32,
+    query: cute.Tensor,
+):
+    """Fold the staged records into the tile in shared memory and write the tile to the checkpoint.
+
+    Args:
+        state: shared address of the tile [rows][K] as read from the checkpoint.
+        checkpoint: global address of the same tile.
+        products: shared address of float [rows]; receives each new row's product with the query.
+        num_records: staged records; zeros follow up to a multiple of `RECORD_UNROLL`.
+        decay: product of the decays of all staged records.
+        query: this thread's columns of the query, in registers.
+    """
+    tile = statics.tile
+    columns = tile.vector * tile.fold_chunks
+    row_bytes = tile.d_state * tile.state_size
+    sums = cute.make_rmem_tensor((tile.fold_block * columns,), Float32)
+    for block in cutlass.range(tile.fold_steps // tile.fold_block, unroll=1):
+        first_row = stage.first_row + block * (tile.fold_block * tile.fold_rows)
+        offset = first_row * row_bytes + stage.column_lane * 16
+        for i in cutlass.range_constexpr(tile.fold_block):
+            for c in cutlass.range_constexpr(tile.fold_chunks):
+                skip = i * tile.fold_rows * row_bytes + c * tile.fold_lanes * 16
+                values = unpack(load_shared(state + offset, 4, offset=skip), statics.state_dtype)
+                for e in cutlass.range_constexpr(tile.vector):
+                    sums[i * columns + c * tile.vector + e] = values[e] * decay
+        for quad in cutlass.range((num_records + (RECORD_UNROLL - 1)) // RECORD_UNROLL, unroll=1):
+            for u in cutlass.range_constexpr(RECORD_UNROLL):
+                key = load_fold_key(stage, statics, quad * RECORD_UNROLL, u)
+                weighted = load_fold_values(stage, statics, quad * RECORD_UNROLL, u, block)
+                for i in cutlass.range_constexpr(tile.fold_block):
+                    for e in cutlass.range_constexpr(columns):
+                        sums[i * columns + e] = sums[i * columns + e] + weighted[i] * key[e]
+        dots = []
+        for i in cutlass.range_constexpr(tile.fold_block):
+            dot = Float32(0.0)
+            for c in cutlass.range_constexpr(tile.fold_chunks):
+                part = [sums[i * columns + c * tile.vector + e] for e in range(tile.vector)]
+                where = checkpoint + Int64(offset)
+                skip = i * tile.fold_rows * row_bytes + c * tile.fold_lanes * 16
+                store_words(where, pack(part, statics.state_dtype), hint=EVICT_LAST, offset=skip)
+                for e in cutlass.range_constexpr(tile.vector):
+                    dot = dot + part[e] * query[c * tile.vector + e]
+            dots.append(dot)
+        store_products(stage, statics, products, dots, first_row)
+
+
+def store_products(stage: FoldStage, statics: FoldStatics, products: Any, dots: list[Any], first_row: Any) -> None:
+    """Sum the dots of this thread's rows over the row's lanes and write them to float [rows] in shared memory."""
+    tile = statics.tile
+    masks = tuple(1 << b for b in reversed(range(tile.fold_lanes.bit_length() - 1)))
+    kept, first, owner = transposing_sum(dots, stage.column_lane, masks)
+    for i, dot in enumerate(kept):
+        inside = owner & (first + i < tile.fold_block)
+        row = first_row + (first + i) * tile.fold_rows
+        store_shared_if(inside, products + row * 4, [dot.bitcast(Int32)])

@@ -1,0 +1,73 @@
+"""Output from a checkpoint that is only read: the tile in shared memory times the query, and the window's part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cutlass import Float32, Int32
+
+from cute_kernels.configs import LANES_PER_RECORD, Tile
+from cute_kernels.primitives.bulk import bulk_wait
+from cute_kernels.primitives.convert import unpack
+from cute_kernels.primitives.memory import load_shared, store_shared_if
+from cute_kernels.primitives.reduce import sum_lanes, transposing_sum
+
+ROW_LANES = (4, 2, 1)  # masks of the lanes that share a record or a row
+RECORD_LANES = (16, 8)  # masks of the lanes that hold other records in the same place
+
+
+def score(key: list[list[Any]], query: list[list[Any]], dtype: str) -> Float32:
+    """Dot product of a record's key with the query, known in the 8 lanes that share it."""
+    total = Float32(0.0)
+    for words, values in zip(key, query, strict=True):
+        for k, q in zip(unpack(words, dtype), values, strict=True):
+            total = total + k * q
+    return sum_lanes(total, ROW_LANES)
+
+
+def add_weighted(sums: list[Any], values: list[list[Any]], weight: Any, dtype: str) -> list[Any]:
+    """Sums of this lane's values, plus a record's values times its weight."""
+    flat = [x for words in values for x in unpack(words, dtype)]
+    return [s + x * weight for s, x in zip(sums, flat, strict=True)]
+
+
+def store_partial_sums(sums: list[Any], tile: Tile, partial: Any, lane: Any, warp: Any) -> None:
+    """Reduce the values of a warp's records and write them to row `warp` of partial [warps][rows] in shared memory."""
+    lane8 = lane % LANES_PER_RECORD
+    size = tile.value_vector
+    for c in range(len(sums) // size):
+        kept, first, _ = transposing_sum(sums[c * size : (c + 1) * size], lane, RECORD_LANES)
+        vector = c * LANES_PER_RECORD + lane8
+        where = partial + (warp * tile.rows + vector * size + first) * 4
+        words = [x.bitcast(Int32) for x in kept]
+        store_shared_if(vector < tile.value_vectors, where, words)
+
+
+def read_tile(
+    tile: Tile, dtype: str, state: Any, barriers: Any, chunks: int, query: list[list[Any]], lane: Any, warp: Any
+):
+    """Products of this thread's rows with the query, summed over the row's lanes.
+
+    Returns:
+        The products this lane keeps, the local row of each, and whether this lane is the one to write them.
+    """
+    lane8 = lane % LANES_PER_RECORD
+    rows_per_warp = tile.readout_rows // tile.warps
+    first_row = warp * rows_per_warp + lane // LANES_PER_RECORD
+    row_bytes = tile.d_state * tile.state_size
+    base = state + first_row * row_bytes + lane8 * 16
+    sums, arrived = [], -1
+    for i in range(tile.rows // tile.readout_rows):
+        needed = ((i + 1) * tile.readout_rows - 1) * chunks // tile.rows
+        while arrived < needed:
+            arrived += 1
+            bulk_wait(barriers, arrived)
+        total = Float32(0.0)
+        for c in range(tile.key_chunks):
+            words = load_shared(base, 4, offset=i * tile.readout_rows * row_bytes + c * LANES_PER_RECORD * 16)
+            for s, q in zip(unpack(words, dtype), query[c], strict=True):
+                total = total + s * q
+        sums.append(total)
+    kept, first, owner = transposing_sum(sums, lane, ROW_LANES)
+    rows = [(first + i) * tile.readout_rows + first_row for i in range(len(kept))]
+    return kept, rows, owner

@@ -1,0 +1,212 @@
+"""One form of message for every refused argument: name, expected, got, remedy."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from replayssm.inputs import GdnInputs, Inputs, KdaInputs, Mamba2Inputs
+from replayssm.spec import LayerSpec, ReplaySpec
+
+if TYPE_CHECKING:
+    from replayssm.cursors import Cursors
+    from replayssm.pool import Pool
+
+ALIGNMENT_BYTES = 16
+DEBUG = os.environ.get("REPLAYSSM_DEBUG") == "1"
+
+
+def describe(tensor: Tensor) -> str:
+    """The facts of a tensor that a message needs, e.g. "(8, 1) int64 on cuda:0"."""
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
+
+
+def check_tensor(
+    name: str,
+    tensor: object,
+    shape: Sequence[int | None],
+    dtypes: Sequence[torch.dtype],
+    device: torch.device,
+    *,
+    contiguous_from: int | None = None,
+) -> None:
+    """Refuse a tensor of another shape, dtype, device or inner layout than expected.
+
+    Args:
+        name: the argument as the caller wrote it.
+        shape: expected sizes; None admits any.
+        dtypes: admitted dtypes.
+        device: expected device.
+        contiguous_from: axes from this one on must be densely packed, e.g. 1 leaves the first stride free.
+
+    Raises:
+        TypeError: not a tensor, or a wrong dtype.
+        ValueError: a wrong shape, device or stride.
+    """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+    sizes = "(" + ", ".join("any" if s is None else str(s) for s in shape) + ("," if len(shape) == 1 else "") + ")"
+    names = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+    expected = f"{name}: expected {sizes} {names} on {device}, got {describe(tensor)}"
+    if len(tensor.shape) != len(shape) or any(
+        w is not None and w != g for w, g in zip(shape, tensor.shape, strict=True)
+    ):
+        raise ValueError(f"{expected}; {_reshape_remedy(name, tensor, shape)}")
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"{expected}; pass {name}.to({dtypes[0]})")
+    if tensor.device != device:
+        raise ValueError(f"{expected}; pass {name}.to({str(device)!r})")
+    if contiguous_from is not None:
+        step = 1
+        for axis in range(len(shape) - 1, contiguous_from - 1, -1):
+            if tensor.shape[axis] != 1 and tensor.stride(axis) != step:
+                raise ValueError(
+                    f"{name}: expected axes {contiguous_from} to {len(shape) - 1} densely packed, "
+                    f"got strides {tensor.stride()} for shape {tuple(tensor.shape)}; pass {name}.contiguous()"
+                )
+            step *= tensor.shape[axis]
+
+
+def _reshape_remedy(name: str, tensor: Tensor, shape: Sequence[int | None]) -> str:
+    if tensor.dim() == len(shape) + 1 and 1 in tensor.shape:
+        return f"pass {name}.squeeze({list(tensor.shape).index(1)})"
+    if tensor.dim() == len(shape) - 1:
+        return f"pass {name}.unsqueeze(1) if it holds one token a row"
+    return "see the shapes in the docstring"
+
+
+def check_slots(name: str, slots: object, cursors: Cursors) -> Tensor:
+    """Refuse anything but an integer vector on the cursors' device; returns it as int64."""
+    length = slots.shape[0] if isinstance(slots, Tensor) and slots.dim() else None
+    check_tensor(name, slots, (length,), (torch.int64, torch.int32), cursors.device)
+    assert isinstance(slots, Tensor)
+    return slots.long()
+
+
+def check_commit(
+    cursors: Cursors, cache_indices: object, num_draft: int, num_accepted: object, force_fold: object
+) -> None:
+    """Refuse arguments of `commit` that do not fit the cursors."""
+    limit = cursors.replay.max_draft
+    if not isinstance(num_draft, int) or not 1 <= num_draft <= limit:
+        raise ValueError(f"num_draft: expected 1 to max_draft = {limit}, got {num_draft!r}; raise ReplaySpec.max_draft")
+    rows = _check_rows_of("cache_indices", cache_indices, None, (torch.int32, torch.int64), cursors.device)
+    if num_accepted is not None:
+        _check_rows_of("num_accepted", num_accepted, rows, (torch.int32,), cursors.device)
+    if force_fold is not None:
+        _check_rows_of("force_fold", force_fold, rows, (torch.bool,), cursors.device)
+
+
+def check_step(
+    pool: Pool, cursors: Cursors, inputs: Inputs, cache_indices: object, out: object, force_fold: object
+) -> None:
+    """Refuse arguments of `step` that do not fit the pool, before anything is written."""
+    layer, replay, device = pool.layer, pool.replay, pool.device
+    fields = _INPUTS[layer.recurrence]
+    if type(inputs) is not fields:
+        raise TypeError(
+            f"inputs: expected {fields.__name__} for a {layer.recurrence} layer, got {type(inputs).__name__}"
+        )
+    for name in ("window", "max_draft", "ring_capacity"):
+        if getattr(cursors.replay, name) != getattr(replay, name):
+            raise ValueError(
+                f"cursors: expected {name} {getattr(replay, name)} as the pool's, got {getattr(cursors.replay, name)}"
+            )
+    if cursors.num_slots != pool.num_slots or cursors.device != device:
+        raise ValueError(
+            f"cursors: expected {pool.num_slots} slots on {device} as the pool, "
+            f"got {cursors.num_slots} on {cursors.device}; make both with one number of slots"
+        )
+    rows = _check_rows_of("cache_indices", cache_indices, None, (torch.int32, torch.int64), device)
+    value = getattr(inputs, "x" if layer.recurrence == "mamba2" else "v")
+    tokens = value.shape[1] if isinstance(value, Tensor) and value.dim() == 4 else None
+    for name, (shape, dtypes, packed_from) in input_fields(layer, replay, rows, tokens).items():
+        tensor = getattr(inputs, name)
+        if tensor is None and name in _OPTIONAL:
+            continue
+        check_tensor(f"inputs.{name}", tensor, shape, dtypes, device, contiguous_from=packed_from)
+        if packed_from == 3:
+            check_alignment(f"inputs.{name}", tensor, 3)
+    assert isinstance(tokens, int)
+    if not 1 <= tokens <= replay.max_draft:
+        raise ValueError(
+            f"inputs: expected 1 to max_draft = {replay.max_draft} tokens a row, got T = {tokens}; "
+            "make the pool with a larger ReplaySpec.max_draft"
+        )
+    if out is not None:
+        shape = (rows, tokens, layer.num_v_heads, layer.head_dim)
+        check_tensor("out", out, shape, (replay.activation_dtype,), device, contiguous_from=3)
+    if force_fold is not None:
+        _check_rows_of("force_fold", force_fold, rows, (torch.bool,), device)
+
+
+_INPUTS: dict[str, type] = {"mamba2": Mamba2Inputs, "gdn": GdnInputs, "kda": KdaInputs}
+_OPTIONAL = ("D", "z", "dt_bias")
+_Field = tuple[tuple[int | None, ...], tuple[torch.dtype, ...], int | None]
+
+
+def input_fields(layer: LayerSpec, replay: ReplaySpec, rows: int, tokens: int | None) -> dict[str, _Field]:
+    """Shape, dtypes and first packed axis of each tensor of a step's inputs."""
+    act, free, f32 = (replay.activation_dtype,), (replay.activation_dtype, torch.float32), (torch.float32,)
+    hv, hk = layer.num_v_heads, layer.num_k_heads
+    value: _Field = ((rows, tokens, hv, layer.head_dim), act, 3)
+    key: _Field = ((rows, tokens, hk, layer.d_state), act, 3)
+    scalar: _Field = ((rows, tokens, hv), free, None)
+    if layer.recurrence == "mamba2":
+        heads: _Field = ((hv,), free, 0)
+        return {
+            "x": value, "dt": scalar, "B": key, "C": key, "A": ((hv,), f32, 0), "D": heads, "z": value, "dt_bias": heads
+        }  # fmt: skip
+    common = {"q": key, "k": key, "v": value, "A_log": ((hv,), f32, 0)}
+    if layer.recurrence == "gdn":
+        return {**common, "a": scalar, "b": scalar, "dt_bias": ((hv,), f32, 0)}
+    channels: _Field = ((rows, tokens, hv, layer.d_state), free, 3)
+    return {**common, "g": channels, "beta": scalar, "dt_bias": ((hv, layer.d_state), f32, 0)}
+
+
+def _check_rows_of(
+    name: str, tensor: object, rows: int | None, dtypes: Sequence[torch.dtype], device: torch.device
+) -> int:
+    check_tensor(name, tensor, (rows,), dtypes, device, contiguous_from=0)
+    assert isinstance(tensor, Tensor)
+    return tensor.shape[0]
+
+
+def check_rows(cursors: Cursors, cache_indices: Tensor, pad_slot_id: int) -> None:
+    """Debug mode: refuse slots out of range, two live rows on one slot, and cursors out of range. Synchronises.
+
+    Raises:
+        ValueError: names the first offending slot.
+    """
+    live = cache_indices[(cache_indices >= 0) & (cache_indices != pad_slot_id)].long()
+    if live.numel() == 0:
+        return
+    if int(live.max()) >= cursors.num_slots:
+        raise ValueError(f"cache_indices: expected slots below {cursors.num_slots}, got {int(live.max())}")
+    slots, counts = live.unique(return_counts=True)
+    if int(counts.max()) > 1:
+        raise ValueError(f"cache_indices: expected distinct slots, got {int(slots[counts.argmax()])} more than once")
+    limits = {"ring_start": cursors.replay.ring_capacity - 1, "num_committed": cursors.replay.window}
+    for name, limit in limits.items():
+        values = getattr(cursors, name)[slots]
+        bad = (values < 0) | (values > limit)
+        if bool(bad.any()):
+            raise ValueError(
+                f"{name}: expected 0 to {limit}, got {int(values[bad][0])} in slot {int(slots[bad][0])}; "
+                "reset a slot before its first use"
+            )
+
+
+def check_alignment(name: str, tensor: Tensor, packed_from: int) -> None:
+    """Refuse a tensor whose rows (the axes from `packed_from` on) do not start on 16-byte boundaries."""
+    size = tensor.element_size()
+    strides = [tensor.stride(axis) * size for axis in range(packed_from) if tensor.shape[axis] > 1]
+    if any(offset % ALIGNMENT_BYTES for offset in (tensor.data_ptr(), *strides)):
+        raise ValueError(
+            f"{name}: expected rows on {ALIGNMENT_BYTES}-byte boundaries, got address {tensor.data_ptr():#x} and "
+            f"strides {tensor.stride()} of {size}-byte elements; pad the rows or pass a contiguous copy"
+        )

@@ -1,0 +1,249 @@
+"""The main job on real input: a hybrid model decodes English text with and without ReplaySSM, and the two are compared.
+
+    python -m replayssm.demo [--model nemotron_h|mamba2] [--window 16] [--tokens 48] [--batch 4] [--device cpu|cuda]
+
+The model has the layer pattern and the head sizes of a published one, fewer heads and a smaller width, and seeded
+random weights: its text is noise, its arithmetic is the real one. The exit status is 1 when the tokens differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import replayssm
+from replayssm.cursors import make_cursors
+from replayssm.inputs import Mamba2Inputs
+from replayssm.pool import bytes_per_slot, make_pool
+from replayssm.spec import LayerSpec, ReplaySpec
+
+# Herman Melville, Moby-Dick (1851), chapter 1; in the public domain.
+TEXT = (
+    "Call me Ishmael. Some years ago--never mind how long precisely--having little or no money in my purse, and "
+    "nothing particular to interest me on shore, I thought I would sail about a little and see the watery part of the "
+    "world. It is a way I have of driving off the spleen and regulating the circulation."
+)
+PAD = 256  # one past the 256 byte values that are the vocabulary
+
+NANO_30B_PATTERN = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
+SUPER_LAYER = LayerSpec("mamba2", num_v_heads=128, num_k_heads=8, head_dim=64, d_state=128)
+
+
+class Decoded(NamedTuple):
+    """What one run of `generate` gave: tokens [batch, N], logits [N, batch, vocabulary], decoded tokens a second."""
+
+    tokens: Tensor
+    logits: Tensor
+    rate: float
+
+
+def build_model(kind: str, device: torch.device) -> Any:
+    """A seeded random fp32 model: "nemotron_h" with the pattern of Nemotron-3-Nano-30B-A3B, or "mamba2"."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    common: dict[str, Any] = {
+        "vocab_size": PAD + 1, "hidden_size": 128, "pad_token_id": PAD, "bos_token_id": None, "eos_token_id": None,
+        "n_groups": 2, "chunk_size": 16, "initializer_range": 0.2, "time_step_min": 0.01, "time_step_max": 1.0,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    if kind == "mamba2":
+        config: Any = transformers.Mamba2Config(
+            **common, num_heads=4, head_dim=64, state_size=128, num_hidden_layers=16
+        )
+        model: Any = transformers.Mamba2ForCausalLM(config)
+    else:
+        config = transformers.NemotronHConfig(
+            **common, hybrid_override_pattern=NANO_30B_PATTERN, mamba_num_heads=8, mamba_head_dim=64,
+            ssm_state_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=32, intermediate_size=128,
+            n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=64,
+            moe_shared_expert_intermediate_size=64,
+        )  # fmt: skip
+        model = transformers.NemotronHForCausalLM(config)
+    return model.eval().to(device)
+
+
+def encode(text: str, batch: int, device: torch.device) -> dict[str, Tensor]:
+    """Cut a text into `batch` prompts of unequal length and encode each by its UTF-8 bytes, padded on the left."""
+    data = text.encode()
+    cuts = [len(data) * row // batch for row in range(batch + 1)]
+    parts = enumerate(itertools.pairwise(cuts))
+    prompts = [data[start : end - min(5 * row, (end - start) // 2)] for row, (start, end) in parts]
+    width = max(map(len, prompts))
+    ids = torch.full((batch, width), PAD)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :] = torch.tensor(list(prompt))
+    return {"input_ids": ids.to(device), "attention_mask": (ids != PAD).long().to(device)}
+
+
+class Progress:
+    """A streamer of transformers that prints how far decoding is, and notes when it started and ended."""
+
+    def __init__(self, label: str, total: int) -> None:
+        self.label, self.total, self.times = label, total, list[float]()
+
+    def put(self, value: Tensor) -> None:
+        self.times.append(time.perf_counter())
+        done = len(self.times) - 1  # the first call brings the prompt
+        if done == 1:
+            print(f"  {self.label:<10} prompt read", flush=True)
+        elif done and (done % 16 == 0 or done == self.total):
+            print(f"  {self.label:<10} {done:>4} of {self.total} tokens", flush=True)
+
+    def end(self) -> None:
+        pass
+
+    def rate(self, batch: int) -> float:
+        return batch * (self.total - 1) / (self.times[-1] - self.times[1])
+
+
+def decode(model: Any, prompts: dict[str, Tensor], tokens: int, label: str) -> Decoded:
+    """Decode greedily with `model.generate`, after a short run that warms up."""
+    options = {"do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    model.generate(**{name: ids[:, -4:] for name, ids in prompts.items()}, **options, max_new_tokens=2)
+    progress = Progress(label, tokens)
+    result = model.generate(**prompts, **options, max_new_tokens=tokens, streamer=progress)
+    batch, width = prompts["input_ids"].shape
+    return Decoded(result.sequences[:, width:], torch.stack(result.logits), progress.rate(batch))
+
+
+def state_traffic(layer: LayerSpec, replay: ReplaySpec) -> dict[str, tuple[float, float]]:
+    """Bytes of state that a layer must read and write a token and sequence, plain and with ReplaySSM.
+
+    With S the bytes of a state, r those of a record and L the window: plain reads S and writes S; ReplaySSM reads S
+    and the live records, (L + 1) / 2 on average, and writes one record each step and S once in L steps.
+    """
+    sizes = bytes_per_slot(layer, replay)
+    state, window = sizes["checkpoint"], replay.window
+    record = sum(size for name, size in sizes.items() if name != "checkpoint") / replay.ring_capacity
+    return {
+        "plain": (state, state),
+        "ReplaySSM": (state + record * (window + 1) / 2, record + state / window),
+    }
+
+
+def report_traffic(model: Any, replay: ReplaySpec) -> None:
+    """Print what all Mamba-2 layers of a model must move for a token of one sequence, plain and with ReplaySSM."""
+    from replayssm.integrations.transformers import layer_specs
+
+    layers = layer_specs(model)
+    print(f"\nState bytes a token and sequence, {len(layers)} Mamba-2 layers (from the formula, not measured):")
+    totals = {}
+    for name in ("plain", "ReplaySSM"):
+        read, write = (sum(state_traffic(layer, replay)[name][way] for layer in layers) for way in (0, 1))
+        totals[name] = read + write
+        print(f"  {name:<10} read {read / 2**20:7.3f} MiB   written {write / 2**20:7.3f} MiB")
+    print(f"  ReplaySSM moves {totals['plain'] / totals['ReplaySSM']:.2f} times fewer bytes")
+
+
+def median_us(run: Callable[[], object], *, calls: int = 10, repeats: int = 20) -> float:
+    """Median time of one call in microseconds, from CUDA graphs of `calls` calls."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            run()
+    times = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1000 / calls)
+    return statistics.median(times)
+
+
+def report_kernel(device: torch.device, *, rows: int = 256, live: int = 8) -> None:
+    """Time `replayssm.step` on one Nemotron-3-Super layer against the time that reading its bytes takes."""
+    layer, replay = SUPER_LAYER, ReplaySpec(window=16, activation_dtype=torch.bfloat16)
+    print(f"\nOne Nemotron-3-Super layer (128 heads, 64 x 128, 8 groups), batch {rows}, fp32 state, bf16 activations:")
+    if device.type != "cuda":
+        print("  kernel times and the read limit: not measured, no GPU is used")
+        return
+    x, C = (torch.randn(rows, 1, *size, device=device).bfloat16() for size in ((128, 64), (8, 128)))
+    A, D, bias = -torch.rand(128, device=device), torch.randn(128, device=device), torch.randn(128, device=device)
+    inputs = Mamba2Inputs(x, x[..., 0].contiguous(), C.flip(-1), C, A, D=D, dt_bias=bias, dt_softplus=True)
+    pool, cursors = make_pool(layer, replay, rows, device=device), make_cursors(replay, rows, device=device)
+    slots, out = torch.arange(rows, dtype=torch.int32, device=device), torch.empty_like(x)
+
+    probe = torch.empty(2**29, device=device).normal_()
+    bandwidth = probe.nbytes / median_us(lambda: torch.amax(probe))  # bytes a microsecond
+    sizes = bytes_per_slot(layer, replay)
+    record = (sum(sizes.values()) - sizes["checkpoint"]) / replay.ring_capacity
+    needed = rows * (sizes["checkpoint"] + (live + 1) * record) + 2 * x.nbytes + 2 * C.nbytes
+    for label, count in ((f"{live} live records", live), ("all rows folding", replay.window)):
+        cursors.num_committed.fill_(count)
+        took = median_us(lambda: replayssm.step(pool, cursors, inputs, cache_indices=slots, out=out))
+        print(f"  {label:<18} {took:7.1f} us")
+    print(
+        f"  limit at {live} live    {needed / bandwidth:7.1f} us at {bandwidth / 1e6:.2f} TB/s, what torch.amax reads"
+    )
+    print("  a quick look in this process; python -m tuning bench follows the full protocol")
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line; exits with a message when a number is out of range."""
+    parser = argparse.ArgumentParser(prog="python -m replayssm.demo", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--model", choices=("nemotron_h", "mamba2"), default="nemotron_h")
+    parser.add_argument("--window", type=int, default=16, help="records kept before a fold, 1 to 64")
+    parser.add_argument("--tokens", type=int, default=48, help="tokens decoded for each prompt, 2 or more")
+    parser.add_argument("--batch", type=int, default=4, help="prompts, 1 to 16")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options = parser.parse_args(arguments)
+    if options.tokens < 2 or not 1 <= options.batch <= 16:
+        parser.error(f"expected --tokens of 2 or more and --batch of 1 to 16, got {options.tokens}, {options.batch}")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the comparison and print it; the exit status is 1 when the decoded tokens differ."""
+    options = parse_arguments(arguments)
+    device = torch.device(options.device)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    print(f"ReplaySSM demo: {options.model}, window {options.window}, on {where}; loading transformers", flush=True)
+    from replayssm.integrations.transformers import disable, enable, layer_specs
+
+    model = build_model(options.model, device)
+    prompts = encode(TEXT, options.batch, device)
+    parameters = sum(p.numel() for p in model.parameters()) / 1e6
+    lengths = prompts["attention_mask"].sum(1).tolist()
+    pattern = getattr(model.config, "hybrid_override_pattern", "M" * model.config.num_hidden_layers)
+    print(f"Model: {pattern}\n  {parameters:.1f} M seeded random fp32 weights, {layer_specs(model)[0]}")
+    print(f"Input: Moby-Dick, byte by byte, prompts of {lengths} bytes padded on the left; greedy decoding", flush=True)
+
+    plain = decode(model, prompts, options.tokens, "plain")
+    enable(model, window=options.window)
+    try:
+        replayed = decode(model, prompts, options.tokens, "ReplaySSM")
+    finally:
+        disable(model)
+
+    same = torch.equal(plain.tokens, replayed.tokens)
+    difference = (plain.logits - replayed.logits).abs().max().item()
+    print(f"\nDecoded tokens identical (fp32): {'yes' if same else 'NO'}, {plain.tokens.numel()} compared")
+    print(f"Largest logit difference: {difference:.2e}, of logits up to {plain.logits.abs().max().item():.1f}")
+    print(f"First row, noise from random weights: {bytes(t for t in replayed.tokens[0].tolist() if t < PAD)!r}")
+    report_traffic(model, ReplaySpec(options.window, activation_dtype=torch.float32))
+    print(f"\nTokens a second, measured: plain {plain.rate:.1f}, ReplaySSM {replayed.rate:.1f}")
+    if device.type != "cuda":
+        print("  On a CPU ReplaySSM runs its torch twin: a reference for the kernels, not a fast path.")
+    report_kernel(device)
+    return 0 if same else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""One file per host framework; each imports its host only inside functions."""

@@ -1,0 +1,85 @@
+"""How a step will run: pure functions of integers and names that return one printable object.
+
+The configuration is what the caller passed (`source="explicit"`), else a rule of thumb for the shape and the batch
+(`source="heuristic"`).
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from cute_kernels.arch import ARCHES
+from cute_kernels.configs import Mamba2Options, StepConfig, StepKey, heuristic_config, invalid_reason
+from replayssm.spec import LayerSpec, ReplaySpec
+
+Source = Literal["explicit", "heuristic"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a step's kernel is specialised for, the architecture, and where its configuration came from."""
+
+    key: StepKey
+    arch: str
+    source: Source
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype as the kernels know it, e.g. "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+@functools.cache
+def plan_step(
+    layer: LayerSpec,
+    replay: ReplaySpec,
+    options: Mamba2Options,
+    *,
+    arch: str,
+    batch: int,
+    index_dtype: str = "int32",
+    has_force_fold: bool = False,
+    pdl: bool = False,
+    config: StepConfig | None = None,
+) -> Plan:
+    """Plan a step of one token a row.
+
+    Args:
+        options: which optional tensors the layer has, and dtypes.
+        arch: "sm_90a", "sm_100a" or "sm_103a".
+        batch: rows of the step; steers the heuristic only.
+        index_dtype: "int32" or "int64", of `cache_indices`.
+        config: launch parameters, or None to have them chosen.
+
+    Raises:
+        NotImplementedError: no kernel exists for this layer; the message names the limit.
+    """
+    if layer.recurrence != "mamba2":
+        raise NotImplementedError(
+            f"recurrence: CUDA kernels exist for 'mamba2', got {layer.recurrence!r}; move the tensors to the CPU"
+        )
+    key = StepKey(
+        num_v_heads=layer.num_v_heads,
+        num_k_heads=layer.num_k_heads,
+        head_dim=layer.head_dim,
+        d_state=layer.d_state,
+        window=replay.window,
+        checkpoint_dtype=dtype_name(replay.checkpoint_dtype),
+        activation_dtype=dtype_name(replay.activation_dtype),
+        options=options,
+        config=config or StepConfig(),
+        index_dtype=index_dtype,
+        has_force_fold=has_force_fold,
+        pdl=pdl,
+    )
+    source: Source = "explicit"
+    if config is None:
+        chosen = heuristic_config(key, batch, ARCHES[arch])
+        key, source = replace(key, config=chosen or StepConfig()), "heuristic"
+    if reason := invalid_reason(key, ARCHES[arch]):
+        raise NotImplementedError(reason)
+    return Plan(key, arch, source)

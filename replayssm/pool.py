@@ -1,0 +1,124 @@
+"""The memory of one layer: a checkpoint of the state and a ring of records for every slot.
+
+| field | shape | dtype | Mamba-2 | Gated DeltaNet | Kimi Delta Attention |
+|---|---|---|---|---|---|
+| checkpoint | [slots, HV, V, K] | checkpoint dtype | state | state | state |
+| value | [slots, HV, R, V] | activation dtype | x | u = beta (v - S k) | u |
+| key | [slots, HK, R, K] | activation dtype | B | normalised k | normalised k |
+| decay | [slots, HV, R], KDA [slots, HV, R, K] | float32 | dt after bias and softplus | log-decay g | log-decay g |
+
+R is `ReplaySpec.ring_capacity`. A ring may be head-major in memory (the order of its axes) or record-major
+(axis 2 before axis 1): the strides say which, and every path takes them as they come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from replayssm.checks import check_alignment, check_tensor
+from replayssm.spec import LayerSpec, ReplaySpec
+
+RingLayout = Literal["record_major", "head_major"]
+
+
+@dataclass(frozen=True, eq=False)
+class Pool:
+    """One layer's checkpoint and rings; build it over tensors that an engine owns, or with `make_pool`.
+
+    Nothing is copied: the pool writes into the tensors it is given, strided views included.
+
+    Args:
+        layer, replay: the geometry and the replay parameters.
+        checkpoint, value, key, decay: see the table of this module; read and written.
+
+    Raises:
+        TypeError, ValueError: a tensor has another shape, dtype, device or layout than the table says. The last axis
+            of each, and the last two of `checkpoint`, must be packed; rows must start on 16-byte boundaries.
+    """
+
+    layer: LayerSpec
+    replay: ReplaySpec
+    checkpoint: Tensor
+    value: Tensor
+    key: Tensor
+    decay: Tensor
+    kernels: dict[Any, Callable[..., None]] = field(default_factory=dict, init=False, repr=False)
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.checkpoint, Tensor):
+            raise TypeError(f"checkpoint: expected a torch.Tensor, got {type(self.checkpoint).__name__}")
+        slots, device = self.checkpoint.shape[0] if self.checkpoint.dim() else 0, self.checkpoint.device
+        for name, (shape, dtype) in record_shapes(self.layer, self.replay).items():
+            tensor = getattr(self, name)
+            packed_from = len(shape) - 1 if name == "checkpoint" else len(shape)
+            if name == "decay" and not self.layer.decays_per_channel:
+                check_tensor(name, tensor, (slots, *shape), (dtype,), device)
+                continue
+            check_tensor(name, tensor, (slots, *shape), (dtype,), device, contiguous_from=packed_from)
+            check_alignment(name, tensor, packed_from)
+        object.__setattr__(self, "tensors", (self.checkpoint, self.value, self.key, self.decay))
+
+    @property
+    def num_slots(self) -> int:
+        return self.checkpoint.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.checkpoint.device
+
+
+def record_shapes(layer: LayerSpec, replay: ReplaySpec) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape (without the slot axis) and dtype of each tensor of a pool."""
+    hv, hk, rows = layer.num_v_heads, layer.num_k_heads, replay.ring_capacity
+    channels = (layer.d_state,) if layer.decays_per_channel else ()
+    return {
+        "checkpoint": ((hv, layer.head_dim, layer.d_state), replay.checkpoint_dtype),
+        "value": ((hv, rows, layer.head_dim), replay.activation_dtype),
+        "key": ((hk, rows, layer.d_state), replay.activation_dtype),
+        "decay": ((hv, rows, *channels), torch.float32),
+    }
+
+
+def bytes_per_slot(layer: LayerSpec, replay: ReplaySpec) -> dict[str, int]:
+    """Bytes that one slot of a layer takes, by tensor, without the alignment of `make_pool`."""
+    sizes = {}
+    for name, (shape, dtype) in record_shapes(layer, replay).items():
+        sizes[name] = int(torch.Size(shape).numel()) * dtype.itemsize
+    return sizes
+
+
+def make_pool(
+    layer: LayerSpec,
+    replay: ReplaySpec,
+    num_slots: int,
+    *,
+    device: torch.device | str = "cpu",
+    ring_layout: RingLayout = "record_major",
+) -> Pool:
+    """Allocate a zeroed pool of `num_slots` slots.
+
+    Args:
+        ring_layout: "record_major" keeps the heads of one record together (the faster order for decoding),
+            "head_major" the records of one head (FlashInfer's order).
+
+    Raises:
+        ValueError: `num_slots` is below 1 or the layout is unknown.
+    """
+    if num_slots < 1:
+        raise ValueError(f"num_slots: expected 1 or more, got {num_slots}")
+    if ring_layout not in ("record_major", "head_major"):
+        raise ValueError(f"ring_layout: expected 'record_major' or 'head_major', got {ring_layout!r}")
+    tensors = {}
+    for name, (shape, dtype) in record_shapes(layer, replay).items():
+        if name == "checkpoint" or ring_layout == "head_major":
+            tensors[name] = torch.zeros((num_slots, *shape), dtype=dtype, device=device)
+        else:
+            order = (num_slots, shape[1], shape[0], *shape[2:])
+            tensors[name] = torch.zeros(order, dtype=dtype, device=device).transpose(1, 2)
+    return Pool(layer, replay, **tensors)

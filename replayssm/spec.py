@@ -1,0 +1,101 @@
+"""What is decoded (`LayerSpec`) and how it is replayed (`ReplaySpec`): plain integers and dtypes, no tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+Recurrence = Literal["mamba2", "gdn", "kda"]
+RECURRENCES: tuple[Recurrence, ...] = ("mamba2", "gdn", "kda")
+CHECKPOINT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ACTIVATION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAX_WINDOW = 64
+MAX_DRAFT = 16
+
+
+def _require(ok: bool, name: str, expected: str, got: object) -> None:
+    if not ok:
+        raise ValueError(f"{name}: expected {expected}, got {got!r}")
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """Geometry of one state-space layer.
+
+    Args:
+        recurrence: "mamba2", "gdn" (Gated DeltaNet) or "kda" (Kimi Delta Attention).
+        num_v_heads: value heads HV (Mamba-2: heads), 1 or more.
+        num_k_heads: key heads HK (Mamba-2: groups); divides `num_v_heads`.
+        head_dim: V, channels of a value head.
+        d_state: K, channels of a key head; the contiguous axis of the state.
+
+    Raises:
+        ValueError: a number is out of range, or `num_v_heads % num_k_heads != 0`.
+    """
+
+    recurrence: Recurrence
+    num_v_heads: int
+    num_k_heads: int
+    head_dim: int
+    d_state: int
+
+    def __post_init__(self) -> None:
+        _require(self.recurrence in RECURRENCES, "recurrence", f"one of {RECURRENCES}", self.recurrence)
+        for name in ("num_v_heads", "num_k_heads", "head_dim", "d_state"):
+            value = getattr(self, name)
+            _require(isinstance(value, int) and value >= 1, name, "an int of 1 or more", value)
+        if self.num_v_heads % self.num_k_heads:
+            raise ValueError(
+                f"num_v_heads: expected a multiple of num_k_heads={self.num_k_heads}, got {self.num_v_heads}; "
+                "every key head must serve the same number of value heads"
+            )
+
+    @property
+    def heads_per_group(self) -> int:
+        """Value heads that share one key head."""
+        return self.num_v_heads // self.num_k_heads
+
+    @property
+    def decays_per_channel(self) -> bool:
+        """True when the log-decay is a vector over K (KDA), False when it is a scalar per head."""
+        return self.recurrence == "kda"
+
+
+@dataclass(frozen=True)
+class ReplaySpec:
+    """How a layer's recent inputs are kept; shared by all layers of one model.
+
+    Args:
+        window: L, records that may be pending before a row folds, 1 to 64. A row folds at the start of the step
+            in which `num_committed + num_draft > window`.
+        max_draft: the largest number of tokens in one step, 1 to 16, at most `window`.
+        checkpoint_dtype: dtype of the state in memory: float32, bfloat16 or float16.
+        activation_dtype: dtype of the activations and of the key and value records.
+        ring_capacity: physical rows of a ring, at least `window + max_draft` (the default).
+
+    Raises:
+        ValueError: a number is out of range.
+        NotImplementedError: a dtype that no path supports.
+    """
+
+    window: int = 16
+    max_draft: int = 1
+    checkpoint_dtype: torch.dtype = torch.float32
+    activation_dtype: torch.dtype = torch.bfloat16
+    ring_capacity: int = field(default=0)
+
+    def __post_init__(self) -> None:
+        _require(1 <= self.window <= MAX_WINDOW, "window", f"1 to {MAX_WINDOW}", self.window)
+        limit = min(MAX_DRAFT, self.window)
+        _require(1 <= self.max_draft <= limit, "max_draft", f"1 to min({MAX_DRAFT}, window) = {limit}", self.max_draft)
+        for name, dtypes in (("checkpoint_dtype", CHECKPOINT_DTYPES), ("activation_dtype", ACTIVATION_DTYPES)):
+            if getattr(self, name) not in dtypes:
+                raise NotImplementedError(f"{name}: supported are {dtypes}, got {getattr(self, name)}")
+        needed = self.window + self.max_draft
+        if self.ring_capacity == 0:
+            object.__setattr__(self, "ring_capacity", needed)
+        _require(
+            self.ring_capacity >= needed, "ring_capacity", f"window + max_draft = {needed} or more", self.ring_capacity
+        )

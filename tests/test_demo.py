@@ -1,0 +1,86 @@
+"""The demo tells the truth: it reports equal tokens only where they are, and its figures follow the stated formulas."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+import replayssm
+from replayssm import demo
+
+pytest.importorskip("transformers", minversion="5.17")
+QUICK = ["--model", "mamba2", "--tokens", "18", "--window", "4", "--batch", "3", "--device", "cpu"]
+
+
+def test_equal_tokens_are_reported_and_everything_that_was_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert demo.main(QUICK) == 0
+    out = capsys.readouterr().out
+    assert "Decoded tokens identical (fp32): yes, 54 compared" in out
+    assert "16 Mamba-2 layers (from the formula, not measured)" in out
+    assert "kernel times and the read limit: not measured, no GPU is used" in out
+    difference = re.search(r"Largest logit difference: (\S+),", out)
+    assert difference is not None
+    assert 0 < float(difference[1]) < 1e-3
+    assert re.search(r"plain +18 of 18 tokens\n.*ReplaySSM +prompt read\n", out, re.S)
+
+
+def test_the_hybrid_model_has_the_published_pattern_and_decodes_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    assert demo.main(["--tokens", "5", "--window", "2", "--batch", "2", "--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    assert demo.NANO_30B_PATTERN in out
+    assert [demo.NANO_30B_PATTERN.count(kind) for kind in "ME*"] == [23, 23, 6]
+    assert "num_v_heads=8, num_k_heads=2, head_dim=64, d_state=128" in out
+
+
+def test_different_tokens_fail(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    step = replayssm.step
+
+    def forgetful(pool: replayssm.Pool, *args: object, **kwargs: object) -> torch.Tensor:
+        pool.value.zero_()
+        return step(pool, *args, **kwargs)
+
+    monkeypatch.setattr(replayssm, "step", forgetful)
+    assert demo.main(QUICK) == 1
+    assert "Decoded tokens identical (fp32): NO" in capsys.readouterr().out
+
+
+def test_prompts_are_the_text_byte_by_byte_padded_on_the_left() -> None:
+    for batch in (1, 4, 16):
+        prompts = demo.encode(demo.TEXT, batch, torch.device("cpu"))
+        ids, mask = prompts["input_ids"], prompts["attention_mask"].bool()
+        assert len(ids) == batch
+        assert torch.equal(mask, ids != demo.PAD)
+        assert torch.equal(mask, mask.sort(dim=1, stable=True).values)
+        texts = [bytes(row[live].tolist()).decode() for row, live in zip(ids, mask, strict=True)]
+        assert all(text and text in demo.TEXT for text in texts)
+        assert batch == 1 or len({len(text) for text in texts}) > 1
+
+
+def test_state_traffic_of_a_nemotron_3_super_layer() -> None:
+    replay = replayssm.ReplaySpec(16, activation_dtype=torch.bfloat16)
+    state = 128 * 64 * 128 * 4
+    record = 128 * 64 * 2 + 8 * 128 * 2 + 128 * 4
+    traffic = demo.state_traffic(demo.SUPER_LAYER, replay)
+    assert traffic["plain"] == (state, state)
+    # A window of 16 steps reads 1 to 16 records: the step that folds reads all of them and leaves its own.
+    reads = sum(state + live * record for live in range(1, 17)) / 16
+    assert traffic["ReplaySSM"] == pytest.approx((reads, (16 * record + state) / 16))
+
+
+@pytest.mark.parametrize("arguments", [["--tokens", "1"], ["--batch", "0"], ["--batch", "17"], ["--model", "gpt"]])
+def test_bad_arguments_exit_with_a_message(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        demo.main(arguments)
+    assert stop.value.code == 2
+    assert arguments[0] in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_kernel_times_are_printed_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    demo.report_kernel(torch.device("cuda"), rows=64)
+    times = [float(time) for time in re.findall(r"([\d.]+) us", capsys.readouterr().out)]
+    assert len(times) == 3
+    reading, folding, limit = times
+    assert 0.5 * limit < reading < folding

@@ -1,0 +1,256 @@
+"""A whole benchmark run on the CPU, and its command line: everything but the GPU's own times.
+
+The machine is scripted: the verbs run the torch twin, so the gates are real, and the timer gives times that are known.
+Claimed: the record holds every case with bytes, limits and derived figures; a wrong kernel is recorded without a time
+and ends in exit code 1; a time limit leaves out the rest and says so; the record on disk is whole after each entry.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from dataclasses import replace
+
+import pytest
+import torch
+from click.testing import CliRunner
+from rich.console import Console
+
+import replayssm
+from replayssm.reference import replay as reference
+from replayssm.spec import LayerSpec, ReplaySpec
+from tuning import bench, first_call
+from tuning.__main__ import main
+from tuning.bench import Bench, Deadline, Machine
+from tuning.matrix import Options, exit_code
+from tuning.measure import Probes, Timing
+from tuning.report import results_table
+from tuning.shapes import ModelShape
+from tuning.store import Record
+
+TINY = ModelShape("tiny", LayerSpec("mamba2", 4, 2, 16, 32), 3, "made for this test")
+OPTIONS = Options(shapes=(TINY,), batches=(2, 32), checkpoints=(torch.float32,), window=4, rounds=2, first_call=False)
+
+
+class ConstantTimer:
+    """Every replay takes 10 us; launches run when they are captured."""
+
+    def capture(self, launch):
+        launch()
+        return launch
+
+    def sample(self, captured):
+        return [10.0] * len(captured)
+
+
+def machine(read: list[int]) -> Machine:
+    timings = [Timing(t, t, t, 2) for t in (100.0, 220.0, 4.0)]
+    return Machine(
+        device=torch.device("cpu"),
+        device_name="a CPU",
+        timer=ConstantTimer(),
+        probe=lambda words, rounds: Probes(words.numel() * 4, *timings),
+        reader=lambda words: lambda: read.append(words.numel() * 4),
+        synchronize=lambda: None,
+        probe_bytes=1 << 16,
+    )
+
+
+def run(options: Options = OPTIONS, record: Record | None = None) -> Record:
+    record = record or Record(None, {"protocol": "scripted"})
+    Bench(options, machine([]), record, Console(quiet=True)).run()
+    return record
+
+
+def test_a_run_records_every_case_with_bytes_and_limits() -> None:
+    entries = run().entries
+    assert [entries[0]["what"], entries[-1]["what"]] == ["probes", "probes_at_end"]
+    got = [(entry["rows"], entry["what"]) for entry in entries[1:-1]]
+    steps = ["nonflush", "flush", "plain"]
+    assert got == [
+        *[(2, what) for what in (*steps, "average", "read", "commit", "host")],
+        *[(32, what) for what in (*steps, "mixed", "nonflush_z", "average", "read", "commit")],
+    ]
+    for entry in entries[1:-1]:
+        assert entry["status"] == "measured"
+        if entry["what"] in (*steps, "mixed", "nonflush_z"):
+            assert entry["median_us"] == 10.0
+            assert entry["ratio"] == pytest.approx(10.0 / entry["limit_us"])
+            assert entry["bytes"] > 0
+        if entry["what"] == "average":
+            assert entry["speedup"] == 1.0
+    assert exit_code(entries) == 0
+    assert results_table(entries).row_count == len(got)
+
+
+def test_the_limit_uses_the_rates_probed_in_the_run() -> None:
+    entries = run().entries
+    rates = entries[0]["bytes_per_us"]
+    assert rates == {"read": (1 << 16) / 100.0, "read_write": 2 * (1 << 16) / 220.0}
+    by_what = {entry["what"]: entry for entry in entries if entry.get("rows") == 2}
+    assert by_what["nonflush"]["limit_us"] == pytest.approx(by_what["nonflush"]["bytes"] / rates["read"])
+    assert by_what["flush"]["limit_us"] == pytest.approx(by_what["flush"]["bytes"] / rates["read_write"])
+
+
+def test_a_wrong_kernel_is_recorded_without_a_time(monkeypatch) -> None:
+    def wrong_when_folding(pool, cursors, inputs, *, cache_indices, out):
+        reference.step(pool, cursors, inputs, cache_indices=cache_indices, out=out)
+        if pool.replay.window == 4 and bool((cursors.num_committed == 4).any()):
+            out.mul_(1.1)
+
+    monkeypatch.setattr(replayssm, "step", wrong_when_folding)
+    entries = run(replace(OPTIONS, batches=(2,))).entries
+    failed = [entry for entry in entries if entry["status"] == "gate failed"]
+    assert [entry["what"] for entry in failed] == ["flush"]
+    assert "median_us" not in failed[0]
+    assert "output: expected a relative error" in failed[0]["reason"]
+    assert {entry["what"] for entry in entries} >= {"nonflush", "plain", "commit"}
+    assert "average" not in {entry["what"] for entry in entries}
+    assert exit_code(entries) == 1
+    assert results_table(entries).row_count == len(entries) - 2
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [(NotImplementedError("head_dim"), "not supported", 0), (RuntimeError("launch"), "gate failed", 1)],
+)
+def test_a_step_that_raises_does_not_end_the_run(monkeypatch, error: Exception, status: str, code: int) -> None:
+    def refuses(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(replayssm, "step", refuses)
+    entries = run(replace(OPTIONS, batches=(2,))).entries
+    assert {entry["what"]: entry["status"] for entry in entries if entry["status"] != "measured"} == {
+        "nonflush": status,
+        "flush": status,
+        "plain": status,
+        "nonflush_z": status,
+    }
+    assert exit_code(entries) == code
+
+
+def test_a_wrong_commit_is_recorded_without_a_time(monkeypatch) -> None:
+    monkeypatch.setattr(replayssm, "commit", lambda cursors, **rows: None)
+    entries = run(replace(OPTIONS, batches=(2,))).entries
+    assert [entry["status"] for entry in entries if entry.get("what") == "commit"] == ["gate failed"]
+
+
+def test_a_time_limit_leaves_out_the_rest_and_says_so() -> None:
+    entries = run(replace(OPTIONS, time_limit_s=0.0, first_call=True)).entries
+    assert {(entry["status"], entry.get("reason")) for entry in entries[1:-1]} == {("skipped", "time limit")}
+    assert entries[1:-1][-1]["what"] == "first_call_cold"
+    assert exit_code(entries) == 0
+
+
+def test_deadline() -> None:
+    now = [100.0]
+    deadline = Deadline(60.0, clock=lambda: now[0])
+    now[0] = 130.0
+    assert deadline.left_s == 30.0
+    assert Deadline(None).left_s == float("inf")
+
+
+def test_the_record_on_disk_is_whole_after_each_entry(tmp_path) -> None:
+    path = tmp_path / "made" / "bench.json"
+    record = Record(path, {"protocol": "scripted"})
+    for count in (1, 2):
+        record.add({"what": f"entry {count}", "status": "measured"})
+        saved = json.loads(path.read_text())
+        assert len(saved["entries"]) == count
+    assert saved["protocol"] == "scripted"
+    assert {"date", "torch", "cutlass_dsl", "driver", "device"} <= set(saved)
+    assert [found.name for found in path.parent.iterdir()] == ["bench.json"]
+
+
+def test_first_calls_are_cold_and_then_from_disk(monkeypatch) -> None:
+    caches: list[str] = []
+
+    def call(shape, replay, rows, cache):
+        caches.append(cache)
+        return {"median_us": 9e5 if len(caches) == 1 else 3e4, "import_us": 6e5}
+
+    monkeypatch.setattr(bench, "first_call_in_new_process", call)
+    entries = run(replace(OPTIONS, batches=(2,), first_call=True)).entries
+    calls = [(entry["what"], entry["median_us"]) for entry in entries if entry["what"].startswith("first_call")]
+    assert calls == [("first_call_cold", 9e5), ("first_call_from_disk", 3e4)]
+    assert len(set(caches)) == 1
+
+
+def test_a_first_call_that_fails_is_recorded(monkeypatch) -> None:
+    done = subprocess.CompletedProcess([], 3, stdout="", stderr="no such GPU")
+    monkeypatch.setattr(first_call.subprocess, "run", lambda *args, **kwargs: done)
+    entries = run(replace(OPTIONS, batches=(2,), first_call=True)).entries
+    (failed,) = [entry for entry in entries if entry["status"] == "failed"]
+    assert failed["what"] == "first_call_cold"
+    assert "ended with 3: no such GPU" in failed["reason"]
+
+
+def test_first_call_hands_its_facts_to_the_new_process(monkeypatch) -> None:
+    seen = {}
+
+    def run_process(command, *, env, **rest):
+        seen.update(command=command, cache=env["REPLAYSSM_CACHE"])
+        return subprocess.CompletedProcess(
+            command, 0, stdout='noise\n{"median_us": 5.0, "import_us": 1.0}\n', stderr=""
+        )
+
+    monkeypatch.setattr(first_call.subprocess, "run", run_process)
+    replay = ReplaySpec(window=5, checkpoint_dtype=torch.float16)
+    measured = first_call.first_call_in_new_process(TINY, replay, 8, "a folder")
+    assert measured == {"median_us": 5.0, "import_us": 1.0}
+    assert seen["command"][1:] == ["-m", "tuning.first_call", "tiny", "5", "float16", "bfloat16", "8"]
+    assert seen["cache"] == "a folder"
+
+
+def test_dry_run_prints_the_plan_without_a_gpu() -> None:
+    result = CliRunner().invoke(main, ["bench", "--dry-run", "--all", "--batch", "256", "--checkpoint", "fp32"])
+    assert result.exit_code == 0
+    rows = [line for line in result.output.splitlines() if "nemotron-3-super " in line and " nonflush " in line]
+    assert len(rows) == 1
+    assert "1126.89" in rows[0]
+    assert "247.5" in rows[0]
+    for name in ("nemotron-3-super@tp8", "nemotron-3-nano-4b", "nemotron-3-nano-30b", "nemotron-3-ultra"):
+        assert name in result.output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["bench", "--model", "nemotron-3-supper"], "did you mean 'nemotron-3-super'"),
+        (["bench", "--window", "65"], "65 is not in the range"),
+        (["warmup", "--model", "qwen3.5-27b", "--arch", "sm_90a"], "mamba2"),
+        (["warmup", "--model", "nemotron-3-super", "--tp", "3", "--arch", "sm_90a"], "divisor of the 128 heads"),
+    ],
+)
+def test_wrong_command_lines_end_with_2_and_a_remedy(words: list[str], message: str) -> None:
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def test_without_a_gpu_the_command_says_what_works(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for words, remedy in ((["bench"], "--dry-run"), (["warmup", "--model", "nemotron-3-super"], "pass --arch")):
+        result = CliRunner().invoke(main, words)
+        assert result.exit_code == 2
+        assert remedy in result.output
+
+
+def test_warmup_compiles_what_the_model_decodes_with(monkeypatch) -> None:
+    seen = {}
+
+    def compile_all(layer, replay, options, *, arch, batches):
+        seen.update(layer=layer, replay=replay, options=options, arch=arch, batches=batches)
+        return ["a plan"]
+
+    monkeypatch.setattr(replayssm, "warmup", compile_all)
+    words = "warmup --model nemotron-3-super --tp 4 --window 8 --checkpoint bf16 --dt fp32 --z --arch sm_103a".split()
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == 0, result.output
+    assert "nemotron-3-super@tp4 on sm_103a: 1 step kernels" in result.output
+    assert seen["layer"] == LayerSpec("mamba2", 32, 2, 64, 128)
+    assert seen["replay"] == ReplaySpec(8, 1, torch.bfloat16, torch.bfloat16)
+    options = seen["options"]
+    assert (options.dt_dtype, options.D_dtype, options.dt_bias_dtype) == ("float32", "bfloat16", "bfloat16")
+    assert options.has_z
+    assert options.dt_softplus

@@ -1,0 +1,139 @@
+"""What a benchmark plans: the matrix of cases, their bytes, the derived average, and when a goal counts as met."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from replayssm.spec import ReplaySpec
+from tuning.matrix import (
+    ALL_MODELS,
+    Goal,
+    Options,
+    StepCase,
+    Subject,
+    average_entry,
+    entry_of,
+    exit_code,
+    goal_of,
+    plan,
+)
+from tuning.roofline import NOMINAL_H200, Rates
+from tuning.shapes import lookup
+
+SUPER = lookup("nemotron-3-super")
+H200 = "NVIDIA H200"
+
+
+def case(what: str, rows: int = 256, window: int = 16) -> StepCase:
+    return StepCase(SUPER, ReplaySpec(window=window), rows, what)
+
+
+def test_matrix_of_super() -> None:
+    groups = plan(Options(shapes=(SUPER,)))
+    assert [g.replay.checkpoint_dtype for g in groups] == [torch.float32, torch.bfloat16, torch.float16]
+    whats = {cases[0].rows: [c.what for c in cases] for cases in groups[0].batches}
+    assert whats[1] == whats[8] == ["nonflush", "flush", "plain"]
+    assert whats[128] == ["nonflush", "flush", "plain", "mixed"]
+    assert whats[256] == ["nonflush", "flush", "plain", "mixed", "nonflush_z"]
+    plain = {c.replay for g in groups for cases in g.batches for c in cases if c.what == "plain"}
+    assert {(r.window, r.ring_capacity) for r in plain} == {(1, 2)}
+
+
+def test_every_model_of_the_full_run_is_known() -> None:
+    assert len({lookup(name, tp=tp).name for name, tp in ALL_MODELS}) == len(ALL_MODELS)
+
+
+def test_window_of_one_has_only_the_plain_step() -> None:
+    (group,) = plan(Options(shapes=(SUPER,), window=1, checkpoints=(torch.float32,), batches=(64,)))
+    assert [c.what for c in group.batches[0]] == ["plain"]
+
+
+@pytest.mark.parametrize(
+    ("what", "window", "records"),
+    [("nonflush", 16, 8), ("flush", 16, 16), ("plain", 1, 1), ("nonflush_z", 16, 8), ("nonflush", 2, 1)],
+)
+def test_records_that_rows_hold(what: str, window: int, records: int) -> None:
+    assert set(case(what, window=window).live_records) == {records}
+
+
+def test_mixed_rows_stand_evenly_over_the_window() -> None:
+    mixed = case("mixed")
+    assert sorted(mixed.live_records) == sorted(list(range(1, 17)) * 16)
+    mean = (15 * case("nonflush").num_bytes + case("flush").num_bytes) / 16
+    assert mixed.num_bytes == mean
+
+
+def test_limits_follow_the_rate_of_each_row() -> None:
+    assert case("nonflush").limit_us(NOMINAL_H200) == pytest.approx(247.5, abs=0.1)
+    assert case("flush").limit_us(NOMINAL_H200) == pytest.approx(564, abs=0.5)
+    assert case("mixed").limit_us(NOMINAL_H200) == pytest.approx((15 * 247.5 + 564) / 16, abs=0.2)
+    extra = case("nonflush_z").num_bytes - case("nonflush").num_bytes
+    assert extra == 256 * 128 * 64 * 2
+
+
+def measured(what: str, median: float) -> dict[str, float]:
+    return entry_of(case(what), {"median_us": median}, device=H200, limit_us=case(what).limit_us(NOMINAL_H200))
+
+
+def test_average_is_derived_from_nonflush_and_flush() -> None:
+    entries = {what: measured(what, us) for what, us in (("nonflush", 250.0), ("flush", 557.0), ("plain", 561.0))}
+    cases = {what: case(what) for what in entries}
+    average = average_entry(entries, cases, NOMINAL_H200, device=H200)
+    assert average is not None
+    assert average["median_us"] == (15 * 250 + 557) / 16
+    assert average["speedup"] == pytest.approx(561 / 269.1875)
+    assert average["goal_met"] is True
+    assert average["bytes"] == case("mixed").num_bytes
+    del entries["plain"]
+    without = average_entry(entries, cases, NOMINAL_H200, device=H200)
+    assert without is not None
+    assert "speedup" not in without
+    assert without["goal_met"] is False
+    del entries["flush"]
+    assert average_entry(entries, cases, NOMINAL_H200, device=H200) is None
+
+
+@pytest.mark.parametrize(
+    ("goal", "entry", "met"),
+    [
+        (Goal(us=252), {"median_us": 252.0}, True),
+        (Goal(us=252), {"median_us": 252.1}, False),
+        (Goal(us=252, ratio=1.02), {"median_us": 250.0, "ratio": 1.021}, False),
+        (Goal(speedup=2.06), {"median_us": 1.0, "speedup": 2.05}, False),
+        (Goal(speedup=2.06), {"median_us": 1.0, "speedup": 2.06}, True),
+    ],
+)
+def test_a_goal_is_met_when_all_of_it_is(goal: Goal, entry: dict[str, float], met: bool) -> None:
+    assert goal.met_by(entry) is met
+
+
+def test_goals_hold_for_one_layer_on_one_device() -> None:
+    subject = case("nonflush")
+    assert goal_of(subject, H200) == Goal(us=252, ratio=1.02)
+    assert goal_of(subject, "NVIDIA B300") is None
+    assert goal_of(subject, None) is None
+    assert goal_of(Subject(lookup("nemotron-3-super", tp=2), subject.replay, 256, "nonflush"), H200) is None
+    assert goal_of(case("nonflush", window=32), H200) is None
+    assert "goal" not in entry_of(subject, {"median_us": 1.0}, device=None)
+
+
+def test_entry_carries_its_layer_and_its_ratio() -> None:
+    entry = entry_of(case("nonflush"), {"median_us": 250.0}, device=H200, num_bytes=100, limit_us=200.0)
+    assert entry["ratio"] == 1.25
+    assert entry["goal_met"] is False
+    assert entry["layer"]["num_v_heads"] == 128
+    assert entry["replay"] == {"window": 16, "checkpoint": "float32", "activation": "bfloat16"}
+
+
+def test_exit_code_tells_wrong_from_slow() -> None:
+    slow = {"status": "measured", "goal_met": False}
+    skipped, refused = {"status": "skipped"}, {"status": "not supported"}
+    assert exit_code([slow, skipped, refused]) == 0
+    assert exit_code([slow, {"status": "gate failed"}]) == 1
+    assert exit_code([{"status": "failed"}]) == 1
+
+
+def test_rates_scale_the_limit() -> None:
+    double = Rates(read=2 * NOMINAL_H200.read, read_write=2 * NOMINAL_H200.read_write)
+    assert case("mixed").limit_us(double) == pytest.approx(case("mixed").limit_us(NOMINAL_H200) / 2)

@@ -1,0 +1,138 @@
+"""The command `replayssm` (also `python -m tuning`): benchmarks, and a cache of compiled kernels filled ahead of use.
+
+Exit codes: 0 done, 1 a kernel failed its correctness gate, 2 a wrong command line.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from rich.console import Console
+
+import replayssm
+from cute_kernels.arch import ARCHES, arch_of_capability
+from cute_kernels.configs import Mamba2Options
+from replayssm.plan import dtype_name
+from replayssm.spec import ReplaySpec
+from tuning.matrix import ALL_MODELS, BATCHES, DEFAULT_MODEL, Options, exit_code
+from tuning.matrix import plan as plan_matrix
+from tuning.measure import DEFAULT_ROUNDS, PROTOCOL
+from tuning.report import plan_table, results_table
+from tuning.roofline import NOMINAL_H200
+from tuning.shapes import ModelShape, lookup, names
+from tuning.store import Record
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPE = click.Choice(tuple(DTYPES))
+
+
+def _shapes(models: tuple[str, ...], tps: tuple[int, ...]) -> tuple[ModelShape, ...]:
+    try:
+        return tuple(lookup(model, tp=tp) for model in models for tp in tps)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+
+
+def _spec(build: Callable[[], Any]) -> Any:
+    """Build from the command line's numbers; a refused number is a wrong command line."""
+    try:
+        return build()
+    except (ValueError, NotImplementedError) as error:
+        raise click.UsageError(str(error)) from error
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+def main() -> None:
+    """ReplaySSM kernels: measure them and compile them ahead."""
+
+
+@main.command()
+@click.option("--model", "models", multiple=True, default=(DEFAULT_MODEL,), help="Model of the layer; repeatable.")
+@click.option("--tp", "tps", multiple=True, default=(1,), type=click.IntRange(min=1), help="Shards; repeatable.")
+@click.option("--all", "all_models", is_flag=True, help="Super at TP 1 to 8, Nano 4B and 30B, Ultra.")
+@click.option("--batch", "batches", multiple=True, default=BATCHES, type=click.IntRange(1, 4096), help="Repeatable.")
+@click.option("--checkpoint", "checkpoints", multiple=True, default=tuple(DTYPES), type=_DTYPE, help="Repeatable.")
+@click.option("--activation", default="bf16", type=_DTYPE)
+@click.option("--window", default=16, type=click.IntRange(1, 64))
+@click.option("--ring-layout", default="record_major", type=click.Choice(("record_major", "head_major")))
+@click.option("--rounds", default=DEFAULT_ROUNDS, type=click.IntRange(min=1), help="Samples of each candidate.")
+@click.option("--time-limit", type=click.FloatRange(min=0), help="Seconds after which nothing new is begun.")
+@click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="Record of the run.")
+@click.option("--first-call/--no-first-call", default=True, help="Time a cold and a cached first call (two processes).")
+@click.option("--dry-run", is_flag=True, help="Print the plan, with bytes and limits at an H200's nominal rates.")
+def bench(
+    models: tuple[str, ...], tps: tuple[int, ...], all_models: bool, json_path: Path | None, dry_run: bool, **rest: Any
+) -> None:
+    """Time the step of real layers against the bytes that they must move."""
+    shapes = tuple(lookup(model, tp=tp) for model, tp in ALL_MODELS) if all_models else _shapes(models, tps)
+    options = Options(
+        shapes=shapes,
+        batches=tuple(sorted(set(rest["batches"]))),
+        checkpoints=tuple(DTYPES[name] for name in rest["checkpoints"]),
+        activation=DTYPES[rest["activation"]],
+        window=rest["window"],
+        ring_layout=rest["ring_layout"],
+        rounds=rest["rounds"],
+        time_limit_s=rest["time_limit"],
+        first_call=rest["first_call"],
+    )
+    console = Console(width=None if sys.stdout.isatty() else 150, soft_wrap=False)
+    if dry_run:
+        console.print(plan_table(_spec(lambda: plan_matrix(options)), NOMINAL_H200))
+        return
+    if not torch.cuda.is_available():
+        raise click.UsageError("no CUDA device here; --dry-run prints the plan without one")
+    from tuning.bench import Bench, Machine
+
+    record = Record(json_path, {"protocol": PROTOCOL, "command": sys.argv[1:], "rounds": options.rounds})
+    try:
+        Bench(options, _spec(Machine.current_cuda), record, console).run()
+    finally:
+        record.save()
+        console.print(results_table(record.entries))
+    sys.exit(exit_code(record.entries))
+
+
+@main.command()
+@click.option("--model", required=True, help="Model of the layer: " + ", ".join(names("mamba2")) + ".")
+@click.option("--tp", default=1, type=click.IntRange(min=1), help="Devices that share the heads.")
+@click.option("--window", default=16, type=click.IntRange(1, 64))
+@click.option("--activation", default="bf16", type=_DTYPE)
+@click.option("--checkpoint", default="fp32", type=_DTYPE)
+@click.option("--dt", type=_DTYPE, help="Dtype of dt; the activations' when left out.")
+@click.option("--parameter", type=_DTYPE, help="Dtype of D and dt_bias; the activations' when left out.")
+@click.option("--z/--no-z", "has_z", default=False, help="The step gets the output gate z.")
+@click.option("--arch", type=click.Choice(tuple(ARCHES)), help="This machine's GPU when left out.")
+def warmup(model: str, tp: int, arch: str | None, has_z: bool, **rest: Any) -> None:
+    """Compile the kernels of a model into the cache on disk, so that a first call only loads them."""
+    (shape,) = _shapes((model,), (tp,))
+    activation = DTYPES[rest["activation"]]
+    replay = _spec(lambda: ReplaySpec(rest["window"], 1, DTYPES[rest["checkpoint"]], activation))
+    parameter = dtype_name(DTYPES.get(rest["parameter"], activation))
+    options = Mamba2Options(
+        dt_dtype=dtype_name(DTYPES.get(rest["dt"], activation)),
+        D_dtype=parameter,
+        has_z=has_z,
+        dt_bias_dtype=parameter,
+        dt_softplus=True,
+    )
+    arch = arch or _own_arch()
+    plans = _spec(lambda: replayssm.warmup(shape.layer, replay, options, arch=arch, batches=BATCHES))
+    for plan in plans:
+        click.echo(plan)
+    click.echo(f"{shape.name} on {arch}: {len(plans)} step kernels and their commit are in the cache")
+
+
+def _own_arch() -> str:
+    if not torch.cuda.is_available():
+        raise click.UsageError(f"no CUDA device here; pass --arch, one of {', '.join(ARCHES)}")
+    return _spec(lambda: arch_of_capability(torch.cuda.get_device_capability())).name
+
+
+if __name__ == "__main__":
+    main()

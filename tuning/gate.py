@@ -1,0 +1,129 @@
+"""The gate that a kernel passes before it is timed: one call against the torch twin.
+
+A time of a wrong kernel is worth nothing, and a wrong kernel is often fast: so no gate, no time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from replayssm.cursors import Cursors
+from replayssm.pool import Pool
+from replayssm.reference import replay as reference
+from tuning.measure import GateFailedError
+from tuning.workload import Step, StepWork
+
+GATED_ROWS = 3
+# A kernel may err this many times as much as torch in the same precision. A 16-bit result errs by its final rounding,
+# which both share; float32 also carries the hardware's exp2 (2**-22 against torch's 2**-24, so 4 by itself).
+FACTOR_16_BIT = 2.0
+FACTOR_FLOAT32 = 8.0
+
+
+def check_commit(cursors: Cursors, cache_indices: Tensor, commit: Step) -> None:
+    """The gate of `commit`: a window of commits against the torch twin, exactly.
+
+    Raises:
+        GateFailedError: the cursors differ.
+    """
+    twin = Cursors(cursors.replay, cursors.ring_start.clone(), cursors.num_committed.clone())
+    for i in range(cursors.replay.window + 1):
+        commit(cursors, cache_indices=cache_indices)
+        reference.commit(twin, cache_indices=cache_indices)
+        for name in ("ring_start", "num_committed"):
+            wrong = int((getattr(cursors, name) != getattr(twin, name)).sum())
+            if wrong:
+                raise GateFailedError(f"{name}: expected the twin's after commit {i}, got {wrong} slots that differ")
+
+
+def check_step(work: StepWork, step: Step) -> None:
+    """The gate: one call against the torch twin in fp64, on a few rows, head by head.
+
+    Compared are the output, the checkpoint after a fold and the appended records; over all rows, that the output is
+    finite. The bound is the error of the twin in float32 times a factor (see the constants of this module).
+
+    Raises:
+        GateFailedError: what differs and by how much.
+    """
+    rows = torch.linspace(0, len(work.out) - 1, min(GATED_ROWS, len(work.out))).long().unique().to(work.out.device)
+    exact, twin = _excerpt(work, rows), _excerpt(work, rows)
+    slots = torch.arange(len(rows), device=work.out.device)
+    want = torch.empty_like(exact.out, dtype=torch.float64)
+    folded = _fold_counts(exact)
+    want_state = _folded_state(exact, slots, folded, torch.float64)
+    twin_state = _folded_state(exact, slots, folded, torch.float32).to(work.pool.checkpoint.dtype)
+    replace(exact, out=want).launch(lambda *a, **k: reference.step(*a, **k, dtype=torch.float64))
+    twin.launch(reference.step)
+
+    work.out.fill_(float("nan"))
+    work.launch(step)
+    if not bool(torch.isfinite(work.out).all()):
+        raise GateFailedError(f"output: expected finite numbers, got {int((~work.out.isfinite()).sum())} that are not")
+    got = _excerpt(work, rows)
+    _bound("output", work.out[rows], twin.out, want, head_axis=2)
+    _bound("checkpoint", got.pool.checkpoint, twin_state, want_state, head_axis=1)
+    _check_appended(got, twin, exact, slots)
+
+
+def _excerpt(work: StepWork, rows: Tensor) -> StepWork:
+    """The rows with copies of all that a step writes; row i of the result lives in slot i."""
+    slots = work.cache_indices[rows].long()
+    pool = Pool(work.pool.layer, work.pool.replay, *[t[slots].contiguous() for t in work.pool.tensors])
+    cursors = Cursors(work.cursors.replay, work.cursors.ring_start[slots], work.cursors.num_committed[slots])
+    inputs = work.inputs
+    picked = inputs._replace(
+        x=inputs.x[rows],
+        dt=inputs.dt[rows],
+        B=inputs.B[rows],
+        C=inputs.C[rows],
+        z=None if inputs.z is None else inputs.z[rows],
+    )
+    indices = torch.arange(len(rows), dtype=work.cache_indices.dtype, device=rows.device)
+    return StepWork(pool, cursors, picked, indices, work.out[rows].clone())
+
+
+def _fold_counts(work: StepWork) -> Tensor:
+    count = work.cursors.num_committed.long()
+    return count.where(count + 1 > work.pool.replay.window, torch.zeros_like(count))
+
+
+def _folded_state(work: StepWork, slots: Tensor, count: Tensor, dtype: torch.dtype) -> Tensor:
+    return reference.fold(work.pool, work.cursors, slots, count, A=work.inputs.A, dtype=dtype)
+
+
+def _bound(name: str, got: Tensor, twin: Tensor, want: Tensor, *, head_axis: int) -> None:
+    """Refuse a result that errs, in its worst head, more than the allowed multiple of the twin's worst head."""
+    error, baseline = (_worst_head(t, want, head_axis) for t in (got, twin))
+    factor = FACTOR_16_BIT if got.dtype.itemsize == 2 else FACTOR_FLOAT32
+    if not error <= factor * baseline:
+        raise GateFailedError(
+            f"{name}: expected a relative error of at most {factor:g} x {baseline:.2e} (torch in the same precision, "
+            f"worst head), got {error:.2e}"
+        )
+
+
+def _worst_head(got: Tensor, want: Tensor, head_axis: int) -> float:
+    axes = [axis for axis in range(want.dim()) if axis not in (0, head_axis)]
+    norm = want.norm(dim=axes).clamp_min(torch.finfo(torch.float64).tiny)
+    return float(((got.double() - want).norm(dim=axes) / norm).max())
+
+
+def _check_appended(got: StepWork, twin: StepWork, exact: StepWork, slots: Tensor) -> None:
+    """x and B must arrive bit for bit, dt as exact as the twin's, and no other row of a ring may change."""
+    capacity = got.pool.replay.ring_capacity
+    place = (got.cursors.ring_start.long() + got.cursors.num_committed.long()) % capacity
+    for name in ("value", "key"):
+        if not torch.equal(getattr(got.pool, name), getattr(twin.pool, name)):
+            raise GateFailedError(f"{name} ring: expected the token's record appended and the rest kept, bit for bit")
+    others = torch.ones(len(slots), capacity, dtype=torch.bool, device=slots.device)
+    others[slots, place] = False
+    kept, before = (w.pool.decay.transpose(1, 2)[others] for w in (got, twin))
+    if not torch.equal(kept, before):
+        raise GateFailedError("decay ring: expected rows other than the appended one kept")
+    inputs = exact.inputs
+    raw = inputs.dt[:, 0].double() + (0 if inputs.dt_bias is None else inputs.dt_bias.double())
+    want = torch.nn.functional.softplus(raw, threshold=20.0) if inputs.dt_softplus else raw
+    _bound("decay ring", got.pool.decay[slots, :, place], twin.pool.decay[slots, :, place], want, head_axis=0)

@@ -1,0 +1,158 @@
+"""The tensors that a benchmark steps over: one allocation, reused from one layer to the next.
+
+Slots are a random permutation, ring starts are random, and there are more slots than rows, as in an engine that has
+run for a while.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from replayssm.cursors import Cursors
+from replayssm.inputs import Mamba2Inputs
+from replayssm.pool import Pool, RingLayout, record_shapes
+from replayssm.spec import LayerSpec, ReplaySpec
+
+SPARE_SLOTS = 32
+ALIGNMENT = 256
+
+Step = Callable[..., object]
+
+
+class Arena:
+    """One allocation that the tensors of one workload after another are carved from.
+
+    Args:
+        num_bytes: enough for the largest of them.
+        device: where.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device | str) -> None:
+        self._memory = torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8, device=device)
+        self._base = -self._memory.data_ptr() % ALIGNMENT
+        self._used = self._base
+
+    def reset(self) -> None:
+        """Give all of it out anew; earlier tensors must be dropped."""
+        self._used = self._base
+
+    def words(self, num_bytes: int) -> Tensor:
+        """The first `num_bytes` (at most all) as uint32, whatever lies there: something to read."""
+        usable = (self._memory.numel() - self._base) // 4 * 4
+        return self._memory[self._base : self._base + min(num_bytes, usable)].view(torch.uint32)
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A packed tensor of unspecified contents.
+
+        Raises:
+            MemoryError: the arena is spent.
+        """
+        num_bytes = int(torch.Size(shape).numel()) * dtype.itemsize
+        end = self._used + num_bytes
+        if end > self._memory.numel():
+            raise MemoryError(f"arena: expected {end} bytes or more, got {self._memory.numel()}")
+        tensor = self._memory[self._used : end].view(dtype).view(*shape)
+        self._used = end + -num_bytes % ALIGNMENT
+        return tensor
+
+
+def arena_bytes(layer: LayerSpec, replays: Sequence[ReplaySpec], num_slots: int) -> int:
+    """Bytes that `make_pools` takes from an arena."""
+    total = 0
+    for i, replay in enumerate(replays):
+        for name, (shape, dtype) in record_shapes(layer, replay).items():
+            if name != "checkpoint" or i == 0:
+                total += num_slots * int(torch.Size(shape).numel()) * dtype.itemsize + ALIGNMENT
+    return total
+
+
+def make_pools(
+    arena: Arena, layer: LayerSpec, replays: Sequence[ReplaySpec], num_slots: int, *, ring_layout: RingLayout
+) -> list[Pool]:
+    """Pools of random contents with the same checkpoint, one for each of `replays` (whose dtypes must agree)."""
+    pools: list[Pool] = []
+    for replay in replays:
+        tensors = {}
+        for name, (shape, dtype) in record_shapes(layer, replay).items():
+            if name == "checkpoint":
+                tensors[name] = pools[0].checkpoint if pools else arena.take((num_slots, *shape), dtype).normal_()
+                continue
+            if ring_layout == "record_major":
+                ring = arena.take((num_slots, shape[1], shape[0], *shape[2:]), dtype).transpose(1, 2)
+            else:
+                ring = arena.take((num_slots, *shape), dtype)
+            # dt after softplus, as trained models have it: most of a window decays little, some heads much.
+            tensors[name] = ring.uniform_(0.001, 0.1) if name == "decay" else ring.normal_()
+        pools.append(Pool(layer, replay, **tensors))
+    return pools
+
+
+def make_inputs(
+    layer: LayerSpec, rows: int, *, dtype: torch.dtype, device: torch.device | str, has_z: bool = False
+) -> Mamba2Inputs:
+    """Random inputs of one token a row as a Nemotron-H layer has them: dt in the activation dtype, its bias and D in
+    float32, softplus, and z only on request (these models gate in the norm behind the layer).
+
+    Raises:
+        NotImplementedError: the layer is not Mamba-2.
+    """
+    if layer.recurrence != "mamba2":
+        raise NotImplementedError(f"recurrence: supported is 'mamba2', got {layer.recurrence!r}")
+    heads, groups = layer.num_v_heads, layer.num_k_heads
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=dtype, device=device)
+
+    return Mamba2Inputs(
+        x=normal(rows, 1, heads, layer.head_dim),
+        dt=normal(rows, 1, heads),
+        B=normal(rows, 1, groups, layer.d_state),
+        C=normal(rows, 1, groups, layer.d_state),
+        A=-torch.empty(heads, device=device).uniform_(1.0, 16.0),
+        D=torch.randn(heads, device=device),
+        z=normal(rows, 1, heads, layer.head_dim) if has_z else None,
+        dt_bias=torch.empty(heads, device=device).uniform_(-7.0, -2.0),
+        dt_softplus=True,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class StepWork:
+    """One call of the step.
+
+    Args:
+        pool, cursors, inputs, cache_indices: as `replayssm.step` takes them.
+        out: [rows, 1, HV, V], written.
+    """
+
+    pool: Pool
+    cursors: Cursors
+    inputs: Mamba2Inputs
+    cache_indices: Tensor
+    out: Tensor
+
+    def launch(self, step: Step) -> None:
+        """Call the step once."""
+        step(self.pool, self.cursors, self.inputs, cache_indices=self.cache_indices, out=self.out)
+
+
+def make_work(pool: Pool, live_records: Sequence[int], inputs: Mamba2Inputs) -> StepWork:
+    """A step over rows that hold the given numbers of records, in slots and at ring starts of random choice."""
+    rows, device, layer = len(live_records), pool.device, pool.layer
+    slots = torch.randperm(pool.num_slots, device=device)[:rows]
+    start = torch.randint(0, pool.replay.ring_capacity, (pool.num_slots,), device=device, dtype=torch.int32)
+    count = torch.zeros(pool.num_slots, device=device, dtype=torch.int32)
+    count[slots] = torch.tensor(live_records, device=device, dtype=torch.int32)
+    out = torch.empty(rows, 1, layer.num_v_heads, layer.head_dim, dtype=pool.replay.activation_dtype, device=device)
+    return StepWork(pool, Cursors(pool.replay, start, count), inputs, slots.to(torch.int32), out)
+
+
+def make_walking_cursors(replay: ReplaySpec, num_slots: int, device: torch.device | str) -> Cursors:
+    """Cursors of slots that stand anywhere in the window, for commits one after another."""
+    start = torch.randint(0, replay.ring_capacity, (num_slots,), device=device, dtype=torch.int32)
+    count = torch.randint(1, replay.window + 1, (num_slots,), device=device, dtype=torch.int32)
+    return Cursors(replay, start, count)
