@@ -1,4 +1,4 @@
-"""What a step kernel is specialised for, as frozen values that need no compiler: plans, tests and the tuner use them."""
+"""What a step kernel is specialised for: frozen values that need no compiler, for plans, tests and the tuner."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from cute_kernels.arch import Arch
 SIZE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 WARP = 32
 LANES_PER_RECORD = 8
-CtaOrder = Literal["heads_first", "rows_first"]
+Stream = Literal["all", "reads", "none"]
+RingLayout = Literal["record_major", "head_major", "strided"]
 
 
 @dataclass(frozen=True)
@@ -21,13 +22,16 @@ class StepConfig:
         split: CTAs that share the V rows of one head.
         threads: threads of a CTA.
         chunks: bulk copies that bring the CTA's tile of the checkpoint, each with its own barrier.
-        evict_first: stream the checkpoint through L2 without keeping it, so that the lines written beside it stay.
+        stream: which rows pull the checkpoint through L2 as evict-first, so that the lines written beside it stay:
+            "all" and "none" start the copies before the cursor is known, "reads" spares the rows that fold.
+        fold_values: state values that a thread of a fold keeps in registers at a time.
     """
 
     split: int = 1
     threads: int = 128
     chunks: int = 4
-    evict_first: bool = True
+    stream: Stream = "all"
+    fold_values: int = 16
 
 
 @dataclass(frozen=True)
@@ -43,13 +47,19 @@ class Mamba2Options:
 
 @dataclass(frozen=True)
 class StepKey:
-    """Everything that one compiled step kernel depends on, beside the architecture."""
+    """Everything that one compiled step kernel depends on, beside the architecture.
+
+    `ring_layout` is "record_major" or "head_major" where the axes within a slot are packed in that order, else
+    "strided".
+    """
 
     num_v_heads: int
     num_k_heads: int
     head_dim: int
     d_state: int
     window: int
+    ring_capacity: int
+    ring_layout: RingLayout
     checkpoint_dtype: str
     activation_dtype: str
     options: Mamba2Options
@@ -73,6 +83,7 @@ class Tile:
     activation_size: int
     threads: int
     window: int
+    fold_values: int
 
     @classmethod
     def of(cls, key: StepKey) -> Tile:
@@ -83,6 +94,7 @@ class Tile:
             activation_size=SIZE_BYTES[key.activation_dtype],
             threads=key.config.threads,
             window=key.window,
+            fold_values=key.config.fold_values,
         )
 
     @property
@@ -148,8 +160,8 @@ class Tile:
 
     @property
     def fold_block(self) -> int:
-        """Rows that one thread folds at a time: as many as keep its values within 32 registers."""
-        most = max(1, 32 // (self.vector * self.fold_chunks))
+        """Rows that one thread folds at a time."""
+        most = max(1, self.fold_values // (self.vector * self.fold_chunks))
         return max(n for n in range(1, most + 1) if self.fold_steps % n == 0)
 
     @property

@@ -13,6 +13,7 @@ An append lands outside the live window, so the CTAs of a head never race.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -26,27 +27,33 @@ from cute_kernels.args import Mamba2Tensors, PoolTensors, RowTensors
 from cute_kernels.compile import compiled
 from cute_kernels.configs import LANES_PER_RECORD, SIZE_BYTES, WARP, StepKey, Tile
 from cute_kernels.dtypes import CUTLASS_DTYPE
-from cute_kernels.primitives.arithmetic import exp2, select
+from cute_kernels.primitives.arithmetic import exp2, opaque, select
 from cute_kernels.primitives.bulk import bulk_load, bulk_wait
 from cute_kernels.primitives.convert import unpack
-from cute_kernels.primitives.memory import EVICT_FIRST, load_shared_floats, store_words_if
+from cute_kernels.primitives.memory import (
+    EVICT_FIRST,
+    EVICT_NORMAL,
+    STREAM,
+    load_shared_floats,
+    load_words_if,
+    store_words_if,
+)
 from cute_kernels.primitives.reduce import broadcast, sum_lanes
 from cute_kernels.recurrences.base import Gate, Recurrence
 from cute_kernels.recurrences.mamba2 import Mamba2
 from cute_kernels.replay.cursor import RowCursor, is_padding, load_slot
 from cute_kernels.replay.decay import decay_to_end
 from cute_kernels.replay.fold import FoldStage, FoldStatics, fold_tile, stage_record
-from cute_kernels.replay.readout import add_weighted, read_tile, score, store_partial_sums
+from cute_kernels.replay.readout import OutputRows, add_weighted, read_tile, score, store_partial_sums
 from cute_kernels.replay.window import (
     LoadedRecord,
     Place,
-    TokenRow,
     address,
+    copy_row,
     load_key,
     load_row_words,
     load_scalar_if,
     load_values,
-    select_decay_record,
     store_scalar_if,
 )
 
@@ -77,65 +84,100 @@ def load_record(
     value_ring = address(pool.value, size, cursor.slot, place.head, physical, place.first_row)
     value_token = address(policy.value(inputs), size, place.row, 0, place.head, place.first_row)
     values = load_values(select(is_token, value_token, value_ring), valid, lane8, tile)
-    return LoadedRecord(keys, values)
+    return LoadedRecord(keys, values, key_ring, value_ring)
 
 
-def load_token_rows(pool: PoolTensors, inputs: Any, key: StepKey, place: Place, cursor: RowCursor) -> list[TokenRow]:
-    """The token's value (warp 0) and key (warp 1, first CTA of the group) on their way into the ring."""
+def leads_group(key: StepKey, place: Place) -> Int32:
+    """Whether this CTA is the one of its group that appends the key."""
+    return Int32(place.head % (key.num_v_heads // key.num_k_heads) == 0) * Int32(place.first_row == 0)
+
+
+def append_record(record: LoadedRecord, is_token: Any, key: StepKey, place: Place) -> None:
+    """Write the token's key and value behind the committed ones, by the lanes that hold them."""
+    mine = Int32(is_token)
+    stores_key = mine * leads_group(key, place)
+    record.store(place.lane % LANES_PER_RECORD, Tile.of(key), stores_key=stores_key, stores_values=mine)
+
+
+def append_folded_record(
+    pool: PoolTensors, inputs: Any, key: StepKey, place: Place, cursor: RowCursor, gate: Gate
+) -> None:
+    """The same for a row that folds, whose window does not hold the token: warp 0 the value, warp 1 the key."""
     policy, tile, size = policy_of(key), Tile.of(key), SIZE_BYTES[key.activation_dtype]
     physical = cursor.physical(cursor.count)
-    value = TokenRow.load(
-        address(policy.value(inputs), size, place.row, 0, place.head, place.first_row),
-        address(pool.value, size, cursor.slot, place.head, physical, place.first_row),
-        tile.rows * size,
+    is_value = place.warp == 0
+    key_bytes = select(place.warp == 1, leads_group(key, place) * (key.d_state * size), Int32(0))
+    copy_row(
+        select(
+            is_value,
+            address(policy.value(inputs), size, place.row, 0, place.head, place.first_row),
+            address(policy.key(inputs), size, place.row, 0, place.group),
+        ),
+        select(
+            is_value,
+            address(pool.value, size, cursor.slot, place.head, physical, place.first_row),
+            address(pool.key, size, cursor.slot, place.group, physical),
+        ),
+        select(is_value, Int32(tile.rows * size), key_bytes),
+        max(tile.rows, key.d_state) * size,
         place.lane,
-        place.warp == 0,
     )
-    leads_group = Int32(place.head % (key.num_v_heads // key.num_k_heads) == 0) * Int32(place.first_row == 0)
-    key_row = TokenRow.load(
-        address(policy.key(inputs), size, place.row, 0, place.group),
-        address(pool.key, size, cursor.slot, place.group, physical),
-        key.d_state * size,
-        place.lane,
-        leads_group * Int32(place.warp == 1),
-    )
-    return [value, key_row]
-
-
-def append(pool: PoolTensors, token_rows: list[TokenRow], gate: Gate, place: Place, cursor: RowCursor) -> None:
-    """Write the token's record behind the committed ones."""
-    for token_row in token_rows:
-        token_row.store()
-    where = address(pool.decay, 4, cursor.slot, place.head, cursor.physical(cursor.count))
     one_thread = Int32(place.thread == 2 * WARP) * Int32(place.first_row == 0)
-    store_words_if(one_thread, where, [gate.record.bitcast(Uint32)])
+    decay_ring = address(pool.decay, 4, cursor.slot, place.head, physical)
+    store_words_if(one_thread, decay_ring, [gate.record.bitcast(Uint32)])
 
 
-def load_query(inputs: Any, key: StepKey, place: Place) -> list[list[Float32]]:
-    """This thread's vectors of the query as the readout multiplies them."""
+@dataclass(frozen=True)
+class LaneRecords:
+    """Decay records of the window: record lane + 32 w in word w of every warp.
+
+    Args:
+        indices: the logical record of each word.
+        addresses: its place in the ring.
+        words: its value, 0 where there is none.
+    """
+
+    indices: list[Int32]
+    addresses: list[Int64]
+    words: list[Float32]
+
+    @classmethod
+    def load(cls, pool: PoolTensors, key: StepKey, place: Place, cursor: RowCursor) -> LaneRecords:
+        indices = [place.lane + WARP * w for w in range(-(-key.window // WARP))]
+        rows = [address(pool.decay, 4, cursor.slot, place.head, cursor.physical(i)) for i in indices]
+        words = [
+            load_words_if(i < cursor.count, row, 1, cache=STREAM)[0].bitcast(Float32)
+            for i, row in zip(indices, rows, strict=True)
+        ]
+        return cls(indices, rows, words)
+
+    def with_token(self, token: Any, cursor: RowCursor) -> list[Float32]:
+        """The records that decay this step's window: for a row that reads, the token is the last of them."""
+        reads = cursor.folds == 0
+        return [
+            select((i == cursor.count) & reads, token, word) for i, word in zip(self.indices, self.words, strict=True)
+        ]
+
+    def append(self, token: Any, place: Place, cursor: RowCursor) -> None:
+        """Write the token's record behind the committed ones."""
+        for i, row in zip(self.indices, self.addresses, strict=True):
+            mine = Int32(i == cursor.count) * Int32(place.warp == 0) * Int32(place.first_row == 0)
+            store_words_if(mine, row, [token.bitcast(Uint32)])
+
+
+def load_query(inputs: Any, key: StepKey, place: Place) -> list[list[Uint32]]:
+    """This thread's vectors of the query as the readout multiplies them, packed."""
     size = SIZE_BYTES[key.activation_dtype]
     where = address(policy_of(key).query(inputs), size, place.row, 0, place.group)
-    vectors = load_key(where, True, place.lane % LANES_PER_RECORD, Tile.of(key))
-    return [unpack(words, key.activation_dtype) for words in vectors]
-
-
-def lane_records(pool: PoolTensors, key: StepKey, place: Place, cursor: RowCursor, gate: Gate) -> list[Float32]:
-    """Decay records of the window, record lane + 32 w in word w; 0 where there is none."""
-    return [
-        select_decay_record(place.lane + WARP * w, cursor, pool.decay, place.head, gate.record)
-        for w in range(-(-key.window // WARP))
-    ]
+    return load_key(where, True, place.lane % LANES_PER_RECORD, Tile.of(key))
 
 
 def write_output(
-    inputs: Any, out: cute.Tensor, key: StepKey, place: Place, local_row: Any, value: Any, inside: Any
+    out: cute.Tensor, key: StepKey, place: Place, local_row: Any, value: Any, epilogue: Any, inside: Any
 ) -> None:
     """Apply the epilogue to one channel and write it."""
-    size = SIZE_BYTES[key.activation_dtype]
-    channel = place.first_row + local_row
-    value = policy_of(key).finish(inputs, place.row, place.head, channel, value, inside)
-    where = address(out, size, place.row, 0, place.head, channel)
-    store_scalar_if(inside, where, value, key.activation_dtype)
+    where = address(out, SIZE_BYTES[key.activation_dtype], place.row, 0, place.head, place.first_row + local_row)
+    store_scalar_if(inside, where, policy_of(key).finish(value, epilogue), key.activation_dtype)
 
 
 @dataclass(frozen=True)
@@ -161,6 +203,13 @@ class Window:
     weights: list[Float32]
     decay: Float32
 
+    @classmethod
+    def of(
+        cls, policy: Recurrence, gate: Gate, records: list[Float32], first: LoadedRecord, place: Place, key: StepKey
+    ) -> Window:
+        factors, decay = decay_to_end([gate.rate * r for r in records], place.lane, key.window)
+        return cls(first, [policy.weight(r) * f for r, f in zip(records, factors, strict=True)], decay)
+
 
 def window_passes(pool: PoolTensors, inputs: Any, key: StepKey, place: Place, cursor: RowCursor, window: Window) -> Any:
     """Yield (first record, this thread's record, its weight) for each pass over the window."""
@@ -174,31 +223,38 @@ def window_passes(pool: PoolTensors, inputs: Any, key: StepKey, place: Place, cu
 def read_row(
     passes: Any, key: StepKey, place: Place, query: list[list[Float32]], count: Any, skip: Any, shared: Shared
 ) -> None:
-    """The window's part of the output of a row that only reads, as partial sums of each warp in shared memory."""
+    """The window's part of the output of a row that only reads, as partial sums of each warp; appends the token."""
     tile = Tile.of(key)
     sums = [Float32(0.0)] * (-(-tile.value_vectors // LANES_PER_RECORD) * tile.value_vector)
     for first, record, weight in passes:
         is_token = first + place.thread // LANES_PER_RECORD == count
+        append_record(record, is_token, key, place)
         factor = weight * score(record.key, query, key.activation_dtype) + select(is_token, skip, Float32(0.0))
         sums = add_weighted(sums, record.values, factor, key.activation_dtype)
     store_partial_sums(sums, tile, shared.staging, place.lane, place.warp)
 
 
 def write_read_row(
-    inputs: Any, out: cute.Tensor, key: StepKey, place: Place, query: Any, decay: Any, shared: Shared, barriers: Any
+    out: cute.Tensor,
+    key: StepKey,
+    place: Place,
+    mine: OutputRows,
+    epilogues: list[Any],
+    query: Any,
+    decay: Any,
+    shared: Shared,
+    barriers: Any,
 ) -> None:
     """Multiply the tile by the query, add the window's part, and write the outputs."""
     tile = Tile.of(key)
-    kept, local_rows, owner = read_tile(
-        tile, key.checkpoint_dtype, shared.state, barriers, key.config.chunks, query, place.lane, place.warp
+    products = read_tile(
+        tile, key.checkpoint_dtype, shared.state, barriers, key.config.chunks, query, place.lane, mine.first_row
     )
-    for product, local_row in zip(kept, local_rows, strict=True):
-        inside = Int32(owner) * Int32(local_row < tile.rows)
+    for i, product in enumerate(products):
         value = product * decay
         for warp in range(tile.warps):
-            where = shared.staging + (warp * tile.rows + local_row) * 4
-            value = value + load_shared_floats(where, 1, 4)[0]
-        write_output(inputs, out, key, place, local_row, value, inside)
+            value = value + load_shared_floats(shared.staging + (warp * tile.rows + mine.rows[i]) * 4, 1, 4)[0]
+        write_output(out, key, place, mine.rows[i], value, epilogues[i], mine.inside[i])
 
 
 def fold_row(
@@ -253,13 +309,24 @@ def write_fold_row(
     """Outputs of a row that folded: the new state's products, decayed by the token, plus the token's own part."""
     policy, tile, dtype = policy_of(key), Tile.of(key), key.activation_dtype
     inside = Int32(place.thread < tile.rows)
-    where = address(policy.value(inputs), SIZE_BYTES[dtype], place.row, 0, place.head, place.first_row + place.thread)
+    channel = place.first_row + place.thread
+    where = address(policy.value(inputs), SIZE_BYTES[dtype], place.row, 0, place.head, channel)
     token_value = load_scalar_if(inside, where, dtype)
+    epilogue = policy.load_epilogue(inputs, place.row, place.head, channel, inside)
     local_row = select(inside != 0, place.thread, Int32(0))
     product = load_shared_floats(shared.products + local_row * 4, 1, 4)[0]
     own = policy.weight(gate.record) * score_token + gate.skip
     value = product * exp2(gate.rate * gate.record) + own * token_value
-    write_output(inputs, out, key, place, place.thread, value, inside)
+    write_output(out, key, place, place.thread, value, epilogue, inside)
+
+
+def start_tile(
+    pool: PoolTensors, key: StepKey, place: Place, slot: Any, shared: Shared, barriers: Any, policy_word: Any
+) -> None:
+    """Start the copies of this CTA's tile of the checkpoint."""
+    num_bytes = Tile.of(key).bytes // key.config.chunks
+    source = address(pool.checkpoint, SIZE_BYTES[key.checkpoint_dtype], slot, place.head, place.first_row)
+    bulk_load(place.thread, shared.state, source, barriers, policy_word, num_bytes, key.config.chunks)
 
 
 @cute.jit
@@ -274,28 +341,47 @@ def live_row(
     barriers: Any,
     key: cutlass.Constexpr,
 ):
-    """The work of a CTA whose row carries a request; the copies of its tile are under way."""
-    policy = policy_of(key)
-    cursor = RowCursor.load(rows, place.row, slot, capacity=pool.value.shape[2], window=key.window, tokens=TOKENS)
-    query = load_query(inputs, key, place)
-    gate = policy.gate(inputs, place.row, place.head)
-    records = lane_records(pool, key, place, cursor, gate)
+    """The work of a CTA whose row carries a request.
+
+    All loads are issued before anything is computed from them: the hardware issues in order, so an instruction that
+    waits for one load would hold up those behind it.
+    """
+    policy, tile = policy_of(key), Tile.of(key)
+    if cutlass.const_expr(key.config.stream != "reads"):
+        policy_word = EVICT_FIRST if key.config.stream == "all" else EVICT_NORMAL
+        start_tile(pool, key, place, slot, shared, barriers, Int64(policy_word))
+    cursor = RowCursor.load(rows, place.row, slot, capacity=key.ring_capacity, window=key.window, tokens=TOKENS)
+    if cutlass.const_expr(key.config.stream == "reads"):
+        policy_word = select(cursor.folds, Int64(EVICT_NORMAL), Int64(EVICT_FIRST))
+        start_tile(pool, key, place, slot, shared, barriers, policy_word)
+    token = policy.load_token(inputs, place.row, place.head)
+    query_words = load_query(inputs, key, place)
+    mine = OutputRows.of(tile, place.lane, place.warp)
+    epilogues = [
+        policy.load_epilogue(inputs, place.row, place.head, place.first_row + row, inside)
+        for row, inside in zip(mine.rows, mine.inside, strict=True)
+    ]
+    lane_records = LaneRecords.load(pool, key, place, cursor)
     first = load_record(pool, inputs, key, place, cursor, 0)
-    token_rows = load_token_rows(pool, inputs, key, place, cursor)
-    factors, decay = decay_to_end([gate.rate * r for r in records], place.lane, key.window)
-    weights = [policy.weight(r) * f for r, f in zip(records, factors, strict=True)]
-    window = Window(first, weights, decay)
+
+    # The gate is a long chain behind a load. Computed in both branches, it cannot be moved in front of the loads above;
+    # opaque values keep the compiler from merging the two copies (H200, 2026-11: 8.0 -> MEASURE us at batch 1).
     if cursor.folds:
+        gate = policy.gate(tuple(None if x is None else opaque(x) for x in token))
+        window = Window.of(policy, gate, lane_records.with_token(gate.record, cursor), first, place, key)
         passes = window_passes(pool, inputs, key, place, cursor, window)
-        score_token = fold_row(pool, inputs, key, place, cursor, passes, decay, shared, barriers)
-        append(pool, token_rows, gate, place, cursor)
+        score_token = fold_row(pool, inputs, key, place, cursor, passes, window.decay, shared, barriers)
+        append_folded_record(pool, inputs, key, place, cursor, gate)
         write_fold_row(inputs, out, key, place, gate, score_token, shared)
     else:
+        gate = policy.gate(token)
+        window = Window.of(policy, gate, lane_records.with_token(gate.record, cursor), first, place, key)
+        query = [unpack(words, key.activation_dtype) for words in query_words]
         passes = window_passes(pool, inputs, key, place, cursor, window)
         read_row(passes, key, place, query, cursor.count, gate.skip, shared)
-        append(pool, token_rows, gate, place, cursor)
+        lane_records.append(gate.record, place, cursor)
         cute.arch.barrier()
-        write_read_row(inputs, out, key, place, query, decay, shared, barriers)
+        write_read_row(out, key, place, mine, epilogues, query, window.decay, shared, barriers)
 
 
 @cute.kernel
@@ -338,15 +424,6 @@ def step_kernel(
             staging=Int32(staging.data_ptr().toint()),
             products=Int32(products.data_ptr().toint()),
         )
-        bulk_load(
-            thread,
-            shared.state,
-            address(pool.checkpoint, SIZE_BYTES[key.checkpoint_dtype], slot, head, place.first_row),
-            barriers.data_ptr(),
-            tile.bytes // config.chunks,
-            config.chunks,
-            EVICT_FIRST if config.evict_first else 0,
-        )
         live_row(pool, rows, inputs, out, place, slot, shared, barriers.data_ptr(), key)
     if cutlass.const_expr(key.pdl):
         cute.arch.griddepcontrol_launch_dependents()
@@ -375,47 +452,59 @@ def fake_arguments(key: StepKey) -> tuple[Any, ...]:
     """Fake tensors of the shapes, dtypes, strides and alignments that a step kernel admits."""
     activation, options = CUTLASS_DTYPE[key.activation_dtype], key.options
     hv, hk, v, k = key.num_v_heads, key.num_k_heads, key.head_dim, key.d_state
-    slots, batch, ring = cute.sym_int64(), cute.sym_int64(), cute.sym_int64()
+    slots, batch, capacity = cute.sym_int64(), cute.sym_int64(), key.ring_capacity
 
-    def strided(dtype: Any, shape: tuple[Any, ...], packed: int, align: int = 16) -> Any:
-        """A tensor whose last `packed` axes are packed and whose other strides are free, in units of the alignment."""
-        steps, step = [], 1
-        for extent in reversed(shape[len(shape) - packed :]):
-            steps.insert(0, step)
-            step *= extent
-        divisibility = max(1, align * 8 // dtype.width)
-        free = [cute.sym_int64(divisibility=divisibility) for _ in shape[: len(shape) - packed]]
-        return make_fake_tensor(dtype, shape, (*free, *steps), assumed_align=align)
+    def tensor(dtype: Any, shape: tuple[Any, ...], steps: tuple[Any, ...], align: int) -> Any:
+        """A tensor whose strides are free, in units of the alignment, where `steps` says None."""
+        unit = max(1, align * 8 // dtype.width)
+        strides = tuple(cute.sym_int64(divisibility=unit) if step is None else step for step in steps)
+        return make_fake_tensor(dtype, shape, strides, assumed_align=align)
+
+    def rows_of(dtype: Any, shape: tuple[int, ...], align: int) -> Any:
+        """[batch, tokens, *shape] with `shape` packed."""
+        steps = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+        return tensor(dtype, (batch, TOKENS, *shape), (None, None, *steps), align)
+
+    def ring(dtype: Any, heads: int, width: tuple[int, ...], align: int) -> Any:
+        """[slots, heads, capacity, *width] in the layout of the key."""
+        size = math.prod(width)
+        steps = {
+            "record_major": (size, heads * size),
+            "head_major": (capacity * size, size),
+            "strided": (None, None),
+        }[key.ring_layout]
+        return tensor(dtype, (slots, heads, capacity, *width), (None, *steps, *(1 for _ in width)), align)
 
     def vector(dtype: str | None) -> Any:
-        return None if dtype is None else strided(CUTLASS_DTYPE[dtype], (hv,), 1, SIZE_BYTES[dtype])
+        return None if dtype is None else tensor(CUTLASS_DTYPE[dtype], (hv,), (1,), CUTLASS_DTYPE[dtype].width // 8)
 
     int32 = CUTLASS_DTYPE["int32"]
     index = CUTLASS_DTYPE[key.index_dtype]
+    state = CUTLASS_DTYPE[key.checkpoint_dtype]
     pool = PoolTensors(
-        checkpoint=strided(CUTLASS_DTYPE[key.checkpoint_dtype], (slots, hv, v, k), 2),
-        value=strided(activation, (slots, hv, ring, v), 1),
-        key=strided(activation, (slots, hk, ring, k), 1),
-        decay=strided(CUTLASS_DTYPE["float32"], (slots, hv, ring), 0, 4),
+        checkpoint=tensor(state, (slots, hv, v, k), (None, v * k, k, 1), 16),
+        value=ring(activation, hv, (v,), 16),
+        key=ring(activation, hk, (k,), 16),
+        decay=ring(CUTLASS_DTYPE["float32"], hv, (), 4),
     )
     rows = RowTensors(
-        cache_indices=strided(index, (batch,), 1, index.width // 8),
-        ring_start=strided(int32, (slots,), 1, 4),
-        num_committed=strided(int32, (slots,), 1, 4),
-        force_fold=strided(CUTLASS_DTYPE["uint8"], (batch,), 1, 1) if key.has_force_fold else None,
+        cache_indices=tensor(index, (batch,), (1,), index.width // 8),
+        ring_start=tensor(int32, (slots,), (1,), 4),
+        num_committed=tensor(int32, (slots,), (1,), 4),
+        force_fold=tensor(CUTLASS_DTYPE["uint8"], (batch,), (1,), 1) if key.has_force_fold else None,
     )
     dt_dtype = CUTLASS_DTYPE[options.dt_dtype]
     inputs = Mamba2Tensors(
-        x=strided(activation, (batch, TOKENS, hv, v), 1),
-        dt=strided(dt_dtype, (batch, TOKENS, hv), 0, dt_dtype.width // 8),
-        B=strided(activation, (batch, TOKENS, hk, k), 1),
-        C=strided(activation, (batch, TOKENS, hk, k), 1),
+        x=rows_of(activation, (hv, v), 16),
+        dt=rows_of(dt_dtype, (hv,), dt_dtype.width // 8),
+        B=rows_of(activation, (hk, k), 16),
+        C=rows_of(activation, (hk, k), 16),
         A=vector("float32"),
         D=vector(options.D_dtype),
-        z=strided(activation, (batch, TOKENS, hv, v), 1) if options.has_z else None,
+        z=rows_of(activation, (hv, v), 16) if options.has_z else None,
         dt_bias=vector(options.dt_bias_dtype),
     )
-    out = strided(activation, (batch, TOKENS, hv, v), 1)
+    out = rows_of(activation, (hv, v), 16)
     return pool, rows, inputs, out, Int32(-1), key, make_fake_stream(use_tvm_ffi_env_stream=True)
 
 

@@ -129,8 +129,8 @@ def check_step(
         if tensor is None and name in _OPTIONAL:
             continue
         check_tensor(f"inputs.{name}", tensor, shape, dtypes, device, contiguous_from=packed_from)
-        if packed_from == 3:
-            check_alignment(f"inputs.{name}", tensor, 3)
+        if len(shape) == 4:
+            check_alignment(f"inputs.{name}", tensor, 2)
     assert isinstance(tokens, int)
     if not 1 <= tokens <= replay.max_draft:
         raise ValueError(
@@ -139,7 +139,7 @@ def check_step(
         )
     if out is not None:
         shape = (rows, tokens, layer.num_v_heads, layer.head_dim)
-        check_tensor("out", out, shape, (replay.activation_dtype,), device, contiguous_from=3)
+        check_tensor("out", out, shape, (replay.activation_dtype,), device, contiguous_from=2)
     if force_fold is not None:
         _check_rows_of("force_fold", force_fold, rows, (torch.bool,), device)
 
@@ -153,9 +153,9 @@ def input_fields(layer: LayerSpec, replay: ReplaySpec, rows: int, tokens: int | 
     """Shape, dtypes and first packed axis of each tensor of a step's inputs."""
     act, free, f32 = (replay.activation_dtype,), (replay.activation_dtype, torch.float32), (torch.float32,)
     hv, hk = layer.num_v_heads, layer.num_k_heads
-    value: _Field = ((rows, tokens, hv, layer.head_dim), act, 3)
-    key: _Field = ((rows, tokens, hk, layer.d_state), act, 3)
-    scalar: _Field = ((rows, tokens, hv), free, None)
+    value: _Field = ((rows, tokens, hv, layer.head_dim), act, 2)
+    key: _Field = ((rows, tokens, hk, layer.d_state), act, 2)
+    scalar: _Field = ((rows, tokens, hv), free, 2)
     if layer.recurrence == "mamba2":
         heads: _Field = ((hv,), free, 0)
         return {
@@ -164,7 +164,7 @@ def input_fields(layer: LayerSpec, replay: ReplaySpec, rows: int, tokens: int | 
     common = {"q": key, "k": key, "v": value, "A_log": ((hv,), f32, 0)}
     if layer.recurrence == "gdn":
         return {**common, "a": scalar, "b": scalar, "dt_bias": ((hv,), f32, 0)}
-    channels: _Field = ((rows, tokens, hv, layer.d_state), free, 3)
+    channels: _Field = ((rows, tokens, hv, layer.d_state), free, 2)
     return {**common, "g": channels, "beta": scalar, "dt_bias": ((hv, layer.d_state), f32, 0)}
 
 

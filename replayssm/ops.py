@@ -49,7 +49,7 @@ def step(
             Mamba-2 with T = 1.
         cache_indices: [rows] int32 or int64, the slot of each row. Rows of `pad_slot_id` or of a negative slot are
             padding: their output is zero and nothing else of theirs is read or written.
-        out: [rows, T, HV, V] activation dtype, packed but for its first stride; written. Allocated when None.
+        out: [rows, T, HV, V] activation dtype, heads packed; written. Allocated when None.
         force_fold: [rows] bool, or None.
         pdl: launch with programmatic dependent launch (CUDA): the kernel starts while the one before it drains.
         config: launch parameters (CUDA); chosen when None.
@@ -211,7 +211,8 @@ def _cuda_step(
     pdl: bool,
     config: StepConfig | None,
 ) -> Tensor:
-    """Full checks and a plan when a signature is new; later calls leave shapes and dtypes to the launch's own checks."""
+    """Full checks and a plan when a signature is new; later calls rely on the launch's own checks."""
+    signature = None
     try:
         signature = _signature(inputs, cache_indices, force_fold, pdl, config)
         kernel = pool.kernels.get(signature)
@@ -287,6 +288,7 @@ def _step_kernel(
         options_of(inputs),
         arch=_arch(pool.device),
         batch=inputs.x.shape[0],
+        ring_layout=pool.ring_layout,
         index_dtype=dtype_name(cache_indices.dtype),
         has_force_fold=force_fold is not None,
         pdl=pdl,

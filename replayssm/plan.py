@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 from cute_kernels.arch import ARCHES
-from cute_kernels.configs import Mamba2Options, StepConfig, StepKey, heuristic_config, invalid_reason
+from cute_kernels.configs import Mamba2Options, RingLayout, StepConfig, StepKey, heuristic_config, invalid_reason
 from replayssm.spec import LayerSpec, ReplaySpec
 
 Source = Literal["explicit", "heuristic"]
@@ -41,6 +41,7 @@ def plan_step(
     *,
     arch: str,
     batch: int,
+    ring_layout: RingLayout = "record_major",
     index_dtype: str = "int32",
     has_force_fold: bool = False,
     pdl: bool = False,
@@ -52,6 +53,7 @@ def plan_step(
         options: which optional tensors the layer has, and dtypes.
         arch: "sm_90a", "sm_100a" or "sm_103a".
         batch: rows of the step; steers the heuristic only.
+        ring_layout: of the pool: "record_major", "head_major" or "strided".
         index_dtype: "int32" or "int64", of `cache_indices`.
         config: launch parameters, or None to have them chosen.
 
@@ -68,6 +70,8 @@ def plan_step(
         head_dim=layer.head_dim,
         d_state=layer.d_state,
         window=replay.window,
+        ring_capacity=replay.ring_capacity,
+        ring_layout=ring_layout,
         checkpoint_dtype=dtype_name(replay.checkpoint_dtype),
         activation_dtype=dtype_name(replay.activation_dtype),
         options=options,

@@ -15,15 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from cute_kernels.configs import RingLayout
 from replayssm.checks import check_alignment, check_tensor
 from replayssm.spec import LayerSpec, ReplaySpec
-
-RingLayout = Literal["record_major", "head_major"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,8 +36,8 @@ class Pool:
         checkpoint, value, key, decay: see the table of this module; read and written.
 
     Raises:
-        TypeError, ValueError: a tensor has another shape, dtype, device or layout than the table says. The last axis
-            of each, and the last two of `checkpoint`, must be packed; rows must start on 16-byte boundaries.
+        TypeError, ValueError: a tensor has another shape, dtype, device or layout than the table says. A slot of
+            `checkpoint` and the last axis of each ring must be packed; rows must start on 16-byte boundaries.
     """
 
     layer: LayerSpec
@@ -56,7 +55,7 @@ class Pool:
         slots, device = self.checkpoint.shape[0] if self.checkpoint.dim() else 0, self.checkpoint.device
         for name, (shape, dtype) in record_shapes(self.layer, self.replay).items():
             tensor = getattr(self, name)
-            packed_from = len(shape) - 1 if name == "checkpoint" else len(shape)
+            packed_from = 1 if name == "checkpoint" else len(shape)
             if name == "decay" and not self.layer.decays_per_channel:
                 check_tensor(name, tensor, (slots, *shape), (dtype,), device)
                 continue
@@ -69,8 +68,25 @@ class Pool:
         return self.checkpoint.shape[0]
 
     @property
+    def ring_layout(self) -> RingLayout:
+        """The order in which all rings are packed within a slot, or "strided" where they are not."""
+        rings = [t if t.dim() == 4 else t.unsqueeze(-1) for t in (self.value, self.key, self.decay)]
+        if all(_is_packed(ring[0].transpose(0, 1)) for ring in rings):
+            return "record_major"
+        return "head_major" if all(_is_packed(ring[0]) for ring in rings) else "strided"
+
+    @property
     def device(self) -> torch.device:
         return self.checkpoint.device
+
+
+def _is_packed(tensor: Tensor) -> bool:
+    step = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if stride != step:
+            return False
+        step *= size
+    return True
 
 
 def record_shapes(layer: LayerSpec, replay: ReplaySpec) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

@@ -57,6 +57,7 @@ class Machine:
         reader: a launch that reads a uint32 tensor once.
         synchronize: waits for the device.
         probe_bytes: memory that the limits are probed over.
+        host_calls: calls between two syncs when host time is measured.
     """
 
     device: torch.device
@@ -66,6 +67,7 @@ class Machine:
     reader: Callable[[Tensor], Launch]
     synchronize: Callable[[], object]
     probe_bytes: int = 1 << 30
+    host_calls: int = 200
 
     @classmethod
     def current_cuda(cls) -> Machine:
@@ -141,7 +143,8 @@ class Bench:
         self._record.add({"what": what, "status": "measured", **asdict(probes), "bytes_per_us": asdict(rates)})
         self._console.print(
             f"{what}: read {rates.read / 1e3:.0f} GB/s, read-write {rates.read_write / 1e3:.0f} GB/s, "
-            f"empty kernel {probes.empty.median_us:.2f} us"
+            f"empty kernel {probes.empty.median_us:.2f} us, 32 MiB read {probes.cold.median_us:.2f} us cold and "
+            f"{probes.after_rewrite.median_us:.2f} us when rewritten before the L2 fill"
         )
         return rates
 
@@ -172,7 +175,9 @@ class Bench:
                 other = replace(subject, what=what)
                 entries[what] = self._entry(other, timings[what], num_bytes, None)
         if subject.rows == min(self._options.batches) and "nonflush" in launches:
-            host = host_time(launches["nonflush"], synchronize=self._machine.synchronize)
+            host = host_time(
+                launches["nonflush"], synchronize=self._machine.synchronize, calls=self._machine.host_calls
+            )
             other = replace(subject, what="host")
             entries["host"] = self._entry(other, host, None, None)
         for entry in entries.values():

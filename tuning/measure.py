@@ -10,6 +10,8 @@ Protocol, for every number that this package reports:
 4. Events around the replay give one sample. Candidates are interleaved, round robin, starting with another one each
    round: a drift of clocks or temperature meets all of them. The first rounds are dropped.
 5. Reported are the median and the 10th and 90th percentiles.
+   Whether the fill empties the L2 also of lines that were stored with evict_last, which give way last, is itself
+   measured: `Probes.after_rewrite` against `Probes.cold`. Were the first shorter, folds would be timed part warm.
 6. Rates of pure reads and of rewrites in place are probed in the same run (`probe`), and times are quoted against
    them: two machines of one kind differ by 1 to 2 %.
 
@@ -32,6 +34,7 @@ from tuning.roofline import Rates
 FILL_BYTES = 512 * 10**6
 DEFAULT_ROUNDS = 30
 WARMUP_ROUNDS = 3
+RESIDUE_BYTES = 32 << 20  # about half of an H200's L2
 PROTOCOL = (
     "median of events around one CUDA-graph replay; before each a pass that reads 512 MB; candidates interleaved "
     "round robin; correctness gate before timing; probes of the read and read-write rate in the same run"
@@ -208,12 +211,21 @@ class GraphTimer:
 
 @dataclass(frozen=True)
 class Probes:
-    """Limits of the device as measured: times of `num_bytes` read, of as many rewritten in place, of nothing."""
+    """Limits of the device as measured.
+
+    Args:
+        num_bytes: bytes that `read` reads and `rewrite` rewrites in place.
+        empty: a kernel that does nothing.
+        after_rewrite: a read of `RESIDUE_BYTES` that were rewritten, with evict_last stores, before the fill.
+        cold: a read of as many that were not.
+    """
 
     num_bytes: int
     read: Timing
     rewrite: Timing
     empty: Timing
+    after_rewrite: Timing
+    cold: Timing
 
     @property
     def rates(self) -> Rates:
@@ -231,14 +243,25 @@ def probe(words: Tensor, sink: Tensor, *, timer: Timer, arch: str, rounds: int =
     """
     from cute_kernels import probes
 
-    candidates: dict[str, Launch] = {
+    small = RESIDUE_BYTES // 4
+    if words.numel() < 2 * small:
+        raise ValueError(f"words: expected {2 * small} or more, got {words.numel()}")
+    first, last = words[:small], words[-small:]
+    limits: dict[str, Launch] = {
         "read": lambda: probes.launch_read(words, sink, arch),
         "rewrite": lambda: probes.launch_rewrite(words, arch),
         "empty": lambda: probes.launch_empty(sink, arch),
     }
-    timings = measure(candidates, timer=timer, rounds=rounds, gates={"read": lambda: _check_probes(words, sink, arch)})
+    residue: dict[str, Launch] = {
+        "touch": lambda: probes.launch_rewrite(first, arch),
+        "after_rewrite": lambda: probes.launch_read(first, sink, arch),
+        "cold": lambda: probes.launch_read(last, sink, arch),
+    }
+    timings = measure(limits, timer=timer, rounds=rounds, gates={"read": lambda: _check_probes(words, sink, arch)})
+    timings |= measure(residue, timer=timer, rounds=rounds)
+    del timings["touch"]
     num_bytes = words.numel() // probes.TILE_WORDS * probes.TILE_BYTES
-    return Probes(num_bytes=num_bytes, read=timings["read"], rewrite=timings["rewrite"], empty=timings["empty"])
+    return Probes(num_bytes=num_bytes, **timings)
 
 
 def _check_probes(words: Tensor, sink: Tensor, arch: str) -> None:

@@ -27,10 +27,15 @@ def reciprocal(x: Any) -> Float32:
     return cute.arch.inline_ptx("rcp.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
 
 
+def opaque(x: Float32) -> Float32:
+    """The same value, which the compiler cannot know to be the same."""
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
+
+
 def softplus(x: Any) -> Float32:
     """log(1 + e**x), and x itself above 20, where e**x would lose the 1 and later overflow."""
-    bounded = select(x > Float32(SOFTPLUS_THRESHOLD), Float32(SOFTPLUS_THRESHOLD), x)
-    return select(x > Float32(SOFTPLUS_THRESHOLD), x, cute.math.log1p(cute.math.exp(bounded)))
+    large = x > Float32(SOFTPLUS_THRESHOLD)
+    return select(large, x, cute.math.log1p(cute.math.exp(select(large, Float32(SOFTPLUS_THRESHOLD), x))))
 
 
 def silu(x: Any) -> Float32:

@@ -10,13 +10,12 @@ from cutlass import Int32, Int64
 from cutlass.experimental import primitives as P
 
 
-def _bulk_copy(destination: Any, source: Any, num_bytes: int, barrier: Any, hint: int) -> None:
-    policy, tail, extra = (".L2::cache_hint", ", {$r3}", [Int64(hint)]) if hint else ("", "", [])
+def _bulk_copy(destination: Any, source: Any, num_bytes: int, barrier: Any, policy: Any) -> None:
     text = (
-        f"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes{policy} "
-        f"[{{$r0}}], [{{$r1}}], {num_bytes}, [{{$r2}}]{tail};"
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+        f"[{{$r0}}], [{{$r1}}], {num_bytes}, [{{$r2}}], {{$r3}};"
     )
-    cute.arch.inline_ptx(text, read_only_args=[destination, source, barrier, *extra])
+    cute.arch.inline_ptx(text, read_only_args=[destination, source, barrier, policy])
 
 
 @cute.jit
@@ -25,17 +24,17 @@ def bulk_load(
     destination: Int32,
     source: Int64,
     barriers: Any,
+    policy: Int64,
     chunk_bytes: cutlass.Constexpr[int],
     chunks: cutlass.Constexpr[int],
-    hint: cutlass.Constexpr[int],
 ):
     """Start `chunks` copies of `chunk_bytes` each, one barrier a chunk; thread 0 issues, no thread waits.
 
     Args:
         destination, source: byte addresses in shared and global memory, 16-byte aligned.
         barriers: pointer to one Int64 of shared memory a chunk; initialised here.
+        policy: L2 policy word.
         chunk_bytes: a multiple of 16.
-        hint: L2 policy word, 0 for none.
 
     Other threads may wait on a barrier only after a CTA-wide barrier that follows this call.
     """
@@ -51,7 +50,7 @@ def bulk_load(
                 source + i * chunk_bytes,
                 chunk_bytes,
                 Int32(barrier.toint()),
-                hint,
+                policy,
             )
 
 

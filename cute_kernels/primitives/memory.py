@@ -15,7 +15,8 @@ ptx = cute.arch.inline_ptx
 STREAM = ".cs"  # evict-first: streamed once, so that dirty lines stay in L2 (H200, 2026-11: 260 -> 250 us at batch 256)
 KEEP = ""
 
-EVICT_FIRST = 0x12F0000000000000  # L2 policy words of cp.async.bulk and of stores with a cache hint
+EVICT_NORMAL = 0x1000000000000000  # L2 policy words of cp.async.bulk and of stores with a cache hint
+EVICT_FIRST = 0x12F0000000000000
 EVICT_LAST = 0x14F0000000000000
 
 

@@ -44,30 +44,42 @@ def suffix_sums(x: Any, lane: Any, width: int) -> Any:
     return x
 
 
-def transposing_sum(values: list[Any], lane: Any, masks: tuple[int, ...]) -> tuple[list[Any], Any, Any]:
+def transposing_sum(values: list[Any], lane: Any, masks: tuple[int, ...]) -> list[Any]:
     """Sum each of `values` over the lanes that differ in the bits of `masks`, sharing the sums out among these lanes.
 
     Each mask halves the list that a lane keeps while it has more than one value, so n sums over m lanes take about
     n + log2(m) shuffles instead of n log2(m). The list is padded with zeros to a power of two.
 
     Returns:
-        The sums that this lane keeps, the index of the first of them in `values` (they are consecutive), and
-        whether this lane is the first of those that keep the same ones.
+        The sums that this lane keeps; `transposed_place` says which they are.
     """
     kept = list(values)
     while len(kept) & (len(kept) - 1):
         kept.append(Float32(0.0))
-    first = Int32(0)
-    owner = Int32(0)
     for mask in masks:
-        upper = (lane & mask) != 0
         if len(kept) > 1:
-            half = len(kept) // 2
+            upper, half = (lane & mask) != 0, len(kept) // 2
             mine = [select(upper, kept[half + i], kept[i]) for i in range(half)]
             other = [select(upper, kept[i], kept[half + i]) for i in range(half)]
             kept = [m + butterfly(o, mask) for m, o in zip(mine, other, strict=True)]
-            first = first + select(upper, Int32(half), Int32(0))
         else:
             kept = [kept[0] + butterfly(kept[0], mask)]
-            owner = owner | (lane & mask)
-    return kept, first, owner == 0
+    return kept
+
+
+def transposed_place(num_values: int, lane: Any, masks: tuple[int, ...]) -> tuple[Any, int, Any]:
+    """Which sums of `num_values` a lane keeps after `transposing_sum`.
+
+    Returns:
+        The index of the first, how many follow it consecutively (indices from `num_values` on are padding), and
+        whether this lane is the first of those that keep the same ones.
+    """
+    count = 1 << (num_values - 1).bit_length()
+    first, shared = Int32(0), Int32(0)
+    for mask in masks:
+        if count > 1:
+            count //= 2
+            first = first + select((lane & mask) != 0, Int32(count), Int32(0))
+        else:
+            shared = shared | (lane & mask)
+    return first, count, shared == 0

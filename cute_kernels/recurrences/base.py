@@ -41,11 +41,17 @@ class Recurrence(Protocol):
     def value(self, inputs: Any) -> cute.Tensor:
         """The tensor that the tokens' value records come from, [rows, T, HV, V]."""
 
-    def gate(self, inputs: Any, row: Any, head: Any) -> Gate:
+    def load_token(self, inputs: Any, row: Any, head: Any) -> tuple[Any, ...]:
+        """Loads of what the token's gate needs; nothing is computed, so that later loads are not held up."""
+
+    def gate(self, loaded: tuple[Any, ...]) -> Gate:
         """The gate of a row's head."""
 
     def weight(self, record: Any) -> Float32:
         """Factor of a record's value, beside the decay of what comes after it."""
 
-    def finish(self, inputs: Any, row: Any, head: Any, channel: Any, output: Any, inside: Any) -> Float32:
-        """The output of a channel after the layer's epilogue; nothing is read where `inside` is false."""
+    def load_epilogue(self, inputs: Any, row: Any, head: Any, channel: Any, inside: Any) -> Any:
+        """Loads of what a channel's epilogue needs, none where `inside` is false."""
+
+    def finish(self, output: Any, loaded: Any) -> Float32:
+        """The output of a channel after the layer's epilogue."""

@@ -32,25 +32,35 @@ class Mamba2:
     def value(self, inputs: Mamba2Tensors) -> cute.Tensor:
         return inputs.x
 
-    def gate(self, inputs: Mamba2Tensors, row: Any, head: Any) -> Gate:
+    def load_token(self, inputs: Mamba2Tensors, row: Any, head: Any) -> tuple[Any, ...]:
         options = self.options
-        dt = load_scalar_if(True, address(inputs.dt, SIZE_BYTES[options.dt_dtype], row, 0, head), options.dt_dtype)
-        if options.dt_bias_dtype is not None:
-            where = address(inputs.dt_bias, SIZE_BYTES[options.dt_bias_dtype], head)
-            dt = dt + load_scalar_if(True, where, options.dt_bias_dtype)
-        if options.dt_softplus:
+
+        def scalar(tensor: cute.Tensor | None, dtype: str | None, *index: Any) -> Float32 | None:
+            return None if dtype is None else load_scalar_if(True, address(tensor, SIZE_BYTES[dtype], *index), dtype)
+
+        return (
+            scalar(inputs.dt, options.dt_dtype, row, 0, head),
+            scalar(inputs.dt_bias, options.dt_bias_dtype, head),
+            scalar(inputs.A, "float32", head),
+            scalar(inputs.D, options.D_dtype, head),
+        )
+
+    def gate(self, loaded: tuple[Any, ...]) -> Gate:
+        dt, dt_bias, decay_rate, skip = loaded
+        if dt_bias is not None:
+            dt = dt + dt_bias
+        if self.options.dt_softplus:
             dt = softplus(dt)
-        rate = load_scalar_if(True, address(inputs.A, 4, head), "float32") * Float32(LOG2_E)
-        skip = Float32(0.0)
-        if options.D_dtype is not None:
-            skip = load_scalar_if(True, address(inputs.D, SIZE_BYTES[options.D_dtype], head), options.D_dtype)
-        return Gate(record=dt, rate=rate, skip=skip)
+        return Gate(record=dt, rate=decay_rate * Float32(LOG2_E), skip=Float32(0.0) if skip is None else skip)
 
     def weight(self, record: Any) -> Float32:
         return record
 
-    def finish(self, inputs: Mamba2Tensors, row: Any, head: Any, channel: Any, output: Any, inside: Any) -> Float32:
+    def load_epilogue(self, inputs: Mamba2Tensors, row: Any, head: Any, channel: Any, inside: Any) -> Any:
         if not self.options.has_z:
-            return output
+            return None
         where = address(inputs.z, SIZE_BYTES[self.activation_dtype], row, 0, head, channel)
-        return output * silu(load_scalar_if(inside, where, self.activation_dtype))
+        return load_scalar_if(inside, where, self.activation_dtype)
+
+    def finish(self, output: Any, loaded: Any) -> Float32:
+        return output if loaded is None else output * silu(loaded)

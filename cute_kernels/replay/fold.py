@@ -19,7 +19,7 @@ from cute_kernels.primitives.memory import (
     store_shared_if,
     store_words,
 )
-from cute_kernels.primitives.reduce import transposing_sum
+from cute_kernels.primitives.reduce import transposed_place, transposing_sum
 from cute_kernels.replay.window import LoadedRecord
 
 RECORD_UNROLL = 4  # records an iteration; the window is staged in whole passes, so their number is padded with zeros
@@ -164,7 +164,8 @@ def store_products(stage: FoldStage, statics: FoldStatics, products: Any, dots: 
     """Sum the dots of this thread's rows over the row's lanes and write them to float [rows] in shared memory."""
     tile = statics.tile
     masks = tuple(1 << b for b in reversed(range(tile.fold_lanes.bit_length() - 1)))
-    kept, first, owner = transposing_sum(dots, stage.column_lane, masks)
+    kept = transposing_sum(dots, stage.column_lane, masks)
+    first, _, owner = transposed_place(tile.fold_block, stage.column_lane, masks)
     for i, dot in enumerate(kept):
         inside = owner & (first + i < tile.fold_block)
         row = first_row + (first + i) * tile.fold_rows

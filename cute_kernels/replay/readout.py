@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from cutlass import Float32, Int32
@@ -10,7 +11,7 @@ from cute_kernels.configs import LANES_PER_RECORD, Tile
 from cute_kernels.primitives.bulk import bulk_wait
 from cute_kernels.primitives.convert import unpack
 from cute_kernels.primitives.memory import load_shared, store_shared_if
-from cute_kernels.primitives.reduce import sum_lanes, transposing_sum
+from cute_kernels.primitives.reduce import sum_lanes, transposed_place, transposing_sum
 
 ROW_LANES = (4, 2, 1)  # masks of the lanes that share a record or a row
 RECORD_LANES = (16, 8)  # masks of the lanes that hold other records in the same place
@@ -36,26 +37,49 @@ def store_partial_sums(sums: list[Any], tile: Tile, partial: Any, lane: Any, war
     lane8 = lane % LANES_PER_RECORD
     size = tile.value_vector
     for c in range(len(sums) // size):
-        kept, first, _ = transposing_sum(sums[c * size : (c + 1) * size], lane, RECORD_LANES)
+        kept = transposing_sum(sums[c * size : (c + 1) * size], lane, RECORD_LANES)
+        first, _, _ = transposed_place(size, lane, RECORD_LANES)
         vector = c * LANES_PER_RECORD + lane8
         where = partial + (warp * tile.rows + vector * size + first) * 4
         words = [x.bitcast(Int32) for x in kept]
         store_shared_if(vector < tile.value_vectors, where, words)
 
 
-def read_tile(
-    tile: Tile, dtype: str, state: Any, barriers: Any, chunks: int, query: list[list[Any]], lane: Any, warp: Any
-):
-    """Products of this thread's rows with the query, summed over the row's lanes.
+@dataclass(frozen=True)
+class OutputRows:
+    """Which of the tile's rows a thread writes after the readout.
 
-    Returns:
-        The products this lane keeps, the local row of each, and whether this lane is the one to write them.
+    Args:
+        first_row: the first row that this thread's lanes read; the others follow `tile.readout_rows` apart.
+        rows: the rows whose sums this lane is left with.
+        inside: for each of them, whether this lane is the one to write it.
     """
-    lane8 = lane % LANES_PER_RECORD
-    rows_per_warp = tile.readout_rows // tile.warps
-    first_row = warp * rows_per_warp + lane // LANES_PER_RECORD
+
+    first_row: Int32
+    rows: list[Int32]
+    inside: list[Int32]
+
+    @classmethod
+    def of(cls, tile: Tile, lane: Any, warp: Any) -> OutputRows:
+        first_row = warp * (tile.readout_rows // tile.warps) + lane // LANES_PER_RECORD
+        first, count, owner = transposed_place(tile.rows // tile.readout_rows, lane, ROW_LANES)
+        rows = [(first + i) * tile.readout_rows + first_row for i in range(count)]
+        return cls(first_row, rows, [Int32(owner) * Int32(row < tile.rows) for row in rows])
+
+
+def read_tile(
+    tile: Tile, dtype: str, state: Any, barriers: Any, chunks: int, query: list[list[Any]], lane: Any, first_row: Any
+) -> list[Float32]:
+    """Products of the tile's rows with the query: those of `OutputRows.rows`, in order.
+
+    Args:
+        state: shared address of the tile.
+        barriers, chunks: of the copies that bring it.
+        query: this lane's vectors of the query, as `load_key` places them.
+        first_row: `OutputRows.first_row`.
+    """
     row_bytes = tile.d_state * tile.state_size
-    base = state + first_row * row_bytes + lane8 * 16
+    base = state + first_row * row_bytes + lane % LANES_PER_RECORD * 16
     sums, arrived = [], -1
     for i in range(tile.rows // tile.readout_rows):
         needed = ((i + 1) * tile.readout_rows - 1) * chunks // tile.rows
@@ -68,6 +92,4 @@ def read_tile(
             for s, q in zip(unpack(words, dtype), query[c], strict=True):
                 total = total + s * q
         sums.append(total)
-    kept, first, owner = transposing_sum(sums, lane, ROW_LANES)
-    rows = [(first + i) * tile.readout_rows + first_row for i in range(len(kept))]
-    return kept, rows, owner
+    return transposing_sum(sums, lane, ROW_LANES)

@@ -9,10 +9,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from cute_kernels.configs import LANES_PER_RECORD, WARP, Tile
-from cute_kernels.primitives.arithmetic import select
 from cute_kernels.primitives.convert import pack, unpack
 from cute_kernels.primitives.memory import KEEP, STREAM, load_half_if, load_words_if, store_half_if, store_words_if
-from cute_kernels.replay.cursor import RowCursor
 
 
 @dataclass(frozen=True)
@@ -29,11 +27,18 @@ class Place:
 
 
 def address(tensor: cute.Tensor, size: int, *index: Any) -> Int64:
-    """Byte address of an element of a strided tensor, in 64-bit arithmetic; trailing axes may be left out."""
-    offset = Int64(0)
-    for axis, i in enumerate(index):
-        offset = offset + Int64(i) * tensor.stride[axis]
-    return tensor.iterator.toint() + offset * size
+    """Byte address of an element of a tensor; trailing axes may be left out.
+
+    Axes whose stride is known while tracing lie within a slot or a row, so 32 bits hold their offset; the others are
+    multiplied in 64 bits.
+    """
+    near, far = Int32(0), Int64(0)
+    for i, stride in zip(index, tensor.stride, strict=False):
+        if isinstance(stride, int):
+            near = near + i * (stride * size)
+        else:
+            far = far + Int64(i) * stride * size
+    return tensor.iterator.toint() + far + Int64(near)
 
 
 def load_scalar_if(predicate: Any, where: Any, dtype: str, *, cache: str = KEEP) -> Float32:
@@ -53,14 +58,6 @@ def load_row_words(predicate: Any, where: Any, num_words: int, *, cache: str = K
     ]
 
 
-def select_decay_record(lane_index: Any, cursor: RowCursor, decay: cute.Tensor, head: Any, token: Any) -> Float32:
-    """The decay record of logical index `lane_index`: from the ring, or `token` behind the last of a row that reads."""
-    ring = address(decay, 4, cursor.slot, head, cursor.physical(lane_index))
-    record = load_words_if(lane_index < cursor.count, ring, 1, cache=STREAM)[0].bitcast(Float32)
-    is_token = Int32(lane_index == cursor.count) * Int32(cursor.folds == 0)
-    return select(is_token != 0, token, record)
-
-
 def load_key(source: Any, valid: Any, lane8: Any, tile: Tile) -> list[list[Uint32]]:
     """This lane's vectors of a key whose first byte is at `source`: vector c * 8 + lane8 for each chunk c."""
     vector_bytes = tile.vector * tile.activation_size
@@ -69,50 +66,60 @@ def load_key(source: Any, valid: Any, lane8: Any, tile: Tile) -> list[list[Uint3
     return [load_row_words(valid, start + c * step, vector_bytes // 4) for c in range(tile.key_chunks)]
 
 
+def values_inside(valid: Any, chunk: int, lane8: Any, tile: Tile) -> Any:
+    """Whether this lane has a vector of a record's values in a chunk of 8 vectors."""
+    if (chunk + 1) * LANES_PER_RECORD <= tile.value_vectors:
+        return valid
+    return Int32(valid) * Int32(chunk * LANES_PER_RECORD + lane8 < tile.value_vectors)
+
+
 def load_values(source: Any, valid: Any, lane8: Any, tile: Tile) -> list[list[Uint32]]:
     """This lane's 16-byte vectors of the values of a record, the first of the tile at `source`."""
-    vectors = []
-    for c in range(-(-tile.value_vectors // LANES_PER_RECORD)):
-        index = c * LANES_PER_RECORD + lane8
-        inside = valid
-        if (c + 1) * LANES_PER_RECORD > tile.value_vectors:
-            inside = Int32(valid) * Int32(index < tile.value_vectors)
-        vectors.append(load_words_if(inside, source + index * 16, 4, cache=STREAM))
-    return vectors
+    start = source + lane8 * 16
+    return [
+        load_words_if(values_inside(valid, c, lane8, tile), start, 4, cache=STREAM, offset=c * LANES_PER_RECORD * 16)
+        for c in range(-(-tile.value_vectors // LANES_PER_RECORD))
+    ]
 
 
 @dataclass(frozen=True)
 class LoadedRecord:
-    """One record as 8 lanes share it: this lane's vectors of the key and of the values, zeros where there is none."""
+    """One record as 8 lanes share it: this lane's vectors of the key and of the values, zeros where there is none.
+
+    Args:
+        key, values: packed words, as `load_key` and `load_values` place them.
+        key_ring, value_ring: addresses of the record's place in the rings.
+    """
 
     key: list[list[Uint32]]
     values: list[list[Uint32]]
+    key_ring: Int64
+    value_ring: Int64
+
+    def store(self, lane8: Any, tile: Tile, *, stores_key: Any, stores_values: Any) -> None:
+        """Write the record to its place in the rings, each part where its predicate holds."""
+        vector_bytes = tile.vector * tile.activation_size
+        for c, words in enumerate(self.key):
+            for first in range(0, len(words), 4):
+                offset = c * LANES_PER_RECORD * vector_bytes + 4 * first
+                store_words_if(
+                    stores_key, self.key_ring + lane8 * vector_bytes, words[first : first + 4], offset=offset
+                )
+        for c, words in enumerate(self.values):
+            inside = values_inside(stores_values, c, lane8, tile)
+            store_words_if(inside, self.value_ring + lane8 * 16, words, offset=c * LANES_PER_RECORD * 16)
 
 
-@dataclass(frozen=True)
-class TokenRow:
-    """A row of this step's inputs on its way into the ring: held in registers between its load and its store."""
-
-    destination: Int64
-    predicates: list[Any]
-    words: list[list[Uint32]]
-
-    @classmethod
-    def load(cls, source: Any, destination: Any, num_bytes: int, lane: Any, active: Any) -> TokenRow:
-        """Load `num_bytes` by the lanes of one warp, 16 bytes a lane and access."""
-        predicates, words = [], []
-        for first in range(0, num_bytes // 16, WARP):
-            index = first + lane
-            inside = Int32(active)
-            if first + WARP > num_bytes // 16:
-                inside = inside * Int32(index < num_bytes // 16)
-            predicates.append(inside)
-            words.append(load_words_if(inside, source + index * 16, 4))
-        return cls(destination + lane * 16, predicates, words)
-
-    def store(self) -> None:
-        for i, (inside, words) in enumerate(zip(self.predicates, self.words, strict=True)):
-            store_words_if(inside, self.destination, words, offset=i * WARP * 16)
+def copy_row(source: Any, destination: Any, num_bytes: Any, most_bytes: int, lane: Any) -> None:
+    """Copy a row of this step's inputs into the ring by the lanes of a warp: `num_bytes`, at most `most_bytes`."""
+    firsts = range(0, most_bytes, WARP * 16)
+    predicates = [Int32((first + lane * 16) < num_bytes) for first in firsts]
+    words = [
+        load_words_if(inside, source + lane * 16, 4, offset=first)
+        for inside, first in zip(predicates, firsts, strict=True)
+    ]
+    for inside, first, row in zip(predicates, firsts, words, strict=True):
+        store_words_if(inside, destination + lane * 16, row, offset=first)
 
 
 def store_scalar_if(predicate: Any, where: Any, value: Any, dtype: str) -> None:

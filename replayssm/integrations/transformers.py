@@ -20,8 +20,9 @@ Whoever else reads a state from the cache (a multi-token forward, beam reorderin
 gets it with all pending records folded in. Beam search therefore folds on every token: right, but no faster.
 
 Limits. `time_step_limit` clamps dt in prefill only, as in the models' own decode step, which ignores it. Inference
-only; no `torch.compile`; no model that accelerate has spread or offloaded. Forwards with `record_past` caches
-(assisted decoding) take the model's own path.
+only; no model that accelerate has spread or offloaded; under `torch.compile` the steps stay eager. Caches that record
+their past for assisted decoding take the model's own path. falcon_h1 with `mamba_rms_norm` decodes at batch 1 only,
+as it does without ReplaySSM.
 """
 
 from __future__ import annotations
@@ -154,7 +155,8 @@ class _MixerForward:
                 mixer, hidden_states, cache_params=cache_params, attention_mask=attention_mask, **kwargs
             )
         if torch.compiler.is_compiling():
-            raise NotImplementedError("torch.compile of a ReplaySSM step; pass disable_compile=True to generate")
+            # Without fullgraph this makes a graph break, and the frame runs eagerly.
+            raise NotImplementedError("torch.compile with fullgraph=True of a ReplaySSM step; compile without it")
         return self._decode(hidden_states, cache_params)
 
     def _decode(self, hidden_states: Tensor, cache: Any) -> Tensor:

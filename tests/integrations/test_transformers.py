@@ -5,7 +5,7 @@ what the model's own run in the same precision does; whatever else reads or rear
 a new or reset cache starts clean; `disable` leaves no trace; bad requests are refused before anything changes.
 
 Grid: every supported model type at a window that wraps often (3); the two that matter most also at 1 (the plain
-recurrence) and 16 (the default), all over 40 tokens, batch 3, left padding. The Mamba-2 parameters are drawn so that
+recurrence) and 16 (the default), over 20 or 40 tokens, batch 3, left padding. The Mamba-2 parameters are drawn so that
 the state carries most of the output: with the initial dt of 0.001 to 0.1 a lost record would hardly show.
 """
 
@@ -105,9 +105,9 @@ def tokens() -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
-def generate(model: Any, **options: Any) -> Tensor:
+def generate(model: Any, count: int = len(SINGLE), **options: Any) -> Tensor:
     ids, mask = (t[:, :PROMPT].to(model.device) for t in tokens())
-    return model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=40, do_sample=False, **options)
+    return model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=count, do_sample=False, **options)
 
 
 def forward(model: Any, ids: Tensor, mask: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
@@ -128,12 +128,12 @@ def feed(model: Any, widths: tuple[int, ...], cache: Any = None, start: int = 0)
 
 
 def error(logits: Tensor, truth: Tensor) -> float:
-    """Largest deviation, over the tokens that are no padding."""
+    """Root of the mean square deviation over the tokens that are no padding; steadier than the largest one."""
     mask = tokens()[1][:, : logits.shape[1]].bool().to(logits.device)
-    return (logits.double() - truth.to(logits.device))[mask].abs().max().item()
+    return (logits.double() - truth.to(logits.device))[mask].square().mean().sqrt().item()
 
 
-def assert_as_exact_as_the_model(model: Any, widths: tuple[int, ...], window: int, factor: float = 2.0) -> None:
+def assert_as_exact_as_the_model(model: Any, widths: tuple[int, ...], window: int) -> None:
     truth, _ = feed(in_fp64(model), widths)
     own, _ = feed(model, widths)
     enable(model, window=window)
@@ -142,7 +142,7 @@ def assert_as_exact_as_the_model(model: Any, widths: tuple[int, ...], window: in
     finally:
         disable(model)
     assert not torch.equal(ours, own), "the model's own decode step has run"
-    assert error(ours, truth) <= factor * error(own, truth)
+    assert error(ours, truth) <= 1.5 * error(own, truth)
 
 
 GRID = [*((kind, 3) for kind in MODELS), ("mamba2", 1), ("mamba2", 16), ("nemotron_h", 1), ("nemotron_h", 16)]
@@ -150,11 +150,11 @@ GRID = [*((kind, 3) for kind in MODELS), ("mamba2", 1), ("mamba2", 16), ("nemotr
 
 @pytest.mark.parametrize(("kind", "window"), GRID, ids=[f"{kind}-L{window}" for kind, window in GRID])
 def test_greedy_tokens_are_identical_and_a_second_call_repeats_the_first(kind: str, window: int) -> None:
-    model = model_of(kind)
-    expected = generate(model)
+    model, count = model_of(kind), 40 if window == 16 else 20
+    expected = generate(model, count)
     enable(model, window=window)
     try:
-        first, second = generate(model), generate(model)
+        first, second = generate(model, count), generate(model, count)
     finally:
         disable(model)
     assert torch.equal(first, expected)
@@ -164,12 +164,12 @@ def test_greedy_tokens_are_identical_and_a_second_call_repeats_the_first(kind: s
 
 @pytest.mark.parametrize(("kind", "window"), GRID, ids=[f"{kind}-L{window}" for kind, window in GRID])
 def test_logits_are_as_exact_as_the_models_own(kind: str, window: int) -> None:
-    assert_as_exact_as_the_model(model_of(kind), (PROMPT, *SINGLE), window)
+    assert_as_exact_as_the_model(model_of(kind), (PROMPT, *SINGLE[: 40 if window == 16 else 20]), window)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_models(dtype: torch.dtype) -> None:
-    assert_as_exact_as_the_model(copy.deepcopy(model_of("mamba2")).to(dtype), (PROMPT, *SINGLE), 5, factor=1.5)
+    assert_as_exact_as_the_model(copy.deepcopy(model_of("mamba2")).to(dtype), (PROMPT, *SINGLE), 5)
 
 
 def test_falcon_h1_with_its_gated_norm_at_batch_one() -> None:
@@ -213,13 +213,33 @@ def test_continuing_with_several_tokens(kind: str, widths: tuple[int, ...]) -> N
     assert_as_exact_as_the_model(model_of(kind), widths, 3)
 
 
+def test_torch_compile_leaves_the_step_to_eager_code(mamba2: Any) -> None:
+    truth, _ = feed(in_fp64(mamba2), (PROMPT, 1, 1))
+    own, _ = feed(mamba2, (PROMPT, 1, 1))
+    enable(mamba2, window=3)
+    first, cache = feed(mamba2, (PROMPT,))
+    second, _ = feed(torch.compile(mamba2, backend="eager"), (1, 1), cache, PROMPT)
+    assert cache._replayssm_records.cursors.num_committed.tolist() == [2] * ROWS
+    assert error(torch.cat([first, second], dim=1), truth) <= 1.5 * error(own, truth)
+
+
+def test_a_static_cache() -> None:
+    model = model_of("nemotron_h")
+    expected = generate(model, 20)
+    enable(model, window=3)
+    try:
+        assert torch.equal(generate(model, 20, cache_implementation="static"), expected)
+    finally:
+        disable(model)
+
+
 @pytest.mark.parametrize("kind", ["mamba2", "nemotron_h"])
 def test_beam_search(kind: str) -> None:
     model = model_of(kind)
-    expected = generate(model, num_beams=3, num_return_sequences=2)
+    expected = generate(model, 16, num_beams=3, num_return_sequences=2)
     enable(model, window=5)
     try:
-        assert torch.equal(generate(model, num_beams=3, num_return_sequences=2), expected)
+        assert torch.equal(generate(model, 16, num_beams=3, num_return_sequences=2), expected)
     finally:
         disable(model)
 
@@ -239,8 +259,8 @@ def test_rows_can_be_dropped_and_reordered_midway(mamba2: Any) -> None:
             parts.append(out)
         logits.append(torch.cat(parts, dim=1))
     truth, _ = feed(in_fp64(build("mamba2")), (PROMPT, *(1,) * 20))
-    allowed = 4 * (logits[0] - truth[rows, PROMPT + 3 : PROMPT + 20]).abs().max()
-    assert (logits[1] - logits[0]).abs().max() <= allowed
+    own, ours = ((part - truth[rows, PROMPT + 3 : PROMPT + 20]).square().mean() for part in logits)
+    assert ours <= 4 * own
 
 
 @pytest.mark.parametrize("change", ["disable", "another window", "deep copies"])
@@ -258,7 +278,7 @@ def test_settings_may_change_while_records_are_pending(mamba2: Any, change: str)
     if change == "another window":
         enable(model, window=2)
     second, _ = feed(model, SINGLE[12:], cache, PROMPT + 12)
-    assert error(torch.cat([first, second], dim=1), truth) <= 2 * error(own, truth)
+    assert error(torch.cat([first, second], dim=1), truth) <= 1.5 * error(own, truth)
 
 
 def test_a_reset_cache_starts_clean_whatever_its_rings_hold(mamba2: Any) -> None:

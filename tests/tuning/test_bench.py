@@ -25,7 +25,7 @@ from tuning.bench import Bench, Deadline, Machine
 from tuning.matrix import Options, exit_code
 from tuning.measure import Probes, Timing
 from tuning.report import results_table
-from tuning.shapes import ModelShape
+from tuning.shapes import ModelShape, lookup
 from tuning.store import Record
 
 TINY = ModelShape("tiny", LayerSpec("mamba2", 4, 2, 16, 32), 3, "made for this test")
@@ -44,7 +44,7 @@ class ConstantTimer:
 
 
 def machine(read: list[int]) -> Machine:
-    timings = [Timing(t, t, t, 2) for t in (100.0, 220.0, 4.0)]
+    timings = [Timing(t, t, t, 2) for t in (100.0, 220.0, 4.0, 12.0, 12.0)]
     return Machine(
         device=torch.device("cpu"),
         device_name="a CPU",
@@ -53,6 +53,7 @@ def machine(read: list[int]) -> Machine:
         reader=lambda words: lambda: read.append(words.numel() * 4),
         synchronize=lambda: None,
         probe_bytes=1 << 16,
+        host_calls=1,
     )
 
 
@@ -133,6 +134,19 @@ def test_a_wrong_commit_is_recorded_without_a_time(monkeypatch) -> None:
     monkeypatch.setattr(replayssm, "commit", lambda cursors, **rows: None)
     entries = run(replace(OPTIONS, batches=(2,))).entries
     assert [entry["status"] for entry in entries if entry.get("what") == "commit"] == ["gate failed"]
+
+
+@pytest.mark.gpu
+def test_a_short_run_on_this_gpu() -> None:
+    shape = lookup("nemotron-3-super", tp=8)
+    options = Options(shapes=(shape,), batches=(1, 32), checkpoints=(torch.float32,), rounds=3, first_call=False)
+    record = Record(None, {})
+    Bench(options, Machine.current_cuda(), record, Console()).run()
+    rates = record.entries[0]["bytes_per_us"]
+    assert 1e6 < rates["read_write"] < rates["read"] < 10e6  # 1 to 10 TB/s: sm_90 to sm_103
+    assert {entry["status"] for entry in record.entries} == {"measured"}
+    floor = record.entries[0]["empty"]["median_us"]
+    assert all(entry["median_us"] > floor for entry in record.entries if entry["what"] in ("nonflush", "flush"))
 
 
 def test_a_time_limit_leaves_out_the_rest_and_says_so() -> None:
@@ -244,7 +258,8 @@ def test_warmup_compiles_what_the_model_decodes_with(monkeypatch) -> None:
         return ["a plan"]
 
     monkeypatch.setattr(replayssm, "warmup", compile_all)
-    words = "warmup --model nemotron-3-super --tp 4 --window 8 --checkpoint bf16 --dt fp32 --z --arch sm_103a".split()
+    words = ["warmup", "--model", "nemotron-3-super", "--tp", "4", "--window", "8", "--checkpoint", "bf16"]
+    words += ["--dt", "fp32", "--z", "--arch", "sm_103a"]
     result = CliRunner().invoke(main, words)
     assert result.exit_code == 0, result.output
     assert "nemotron-3-super@tp4 on sm_103a: 1 step kernels" in result.output

@@ -131,7 +131,6 @@ def test_host_time_syncs_between_bursts_only() -> None:
 
 
 def test_a_rewrite_counts_its_bytes_twice() -> None:
-    read, rewrite, empty = (Timing(t, t, t, 1) for t in (100.0, 250.0, 4.0))
-    rates = Probes(num_bytes=1000, read=read, rewrite=rewrite, empty=empty).rates
+    rates = Probes(1000, *(Timing(t, t, t, 1) for t in (100.0, 250.0, 4.0, 12.0, 12.0))).rates
     assert rates.read == 10.0
     assert rates.read_write == 8.0

@@ -20,7 +20,7 @@ def test_arena_gives_out_aligned_memory_once_and_again_after_a_reset() -> None:
     second.fill_(2)
     assert bool((first == 1).all())
     with pytest.raises(MemoryError, match="arena: expected"):
-        arena.take((3 * ALIGNMENT,), torch.uint8)
+        arena.take((4 * ALIGNMENT,), torch.uint8)
     arena.reset()
     assert arena.take((4,), torch.float32).data_ptr() == first.data_ptr()
     assert arena.words(64).data_ptr() == first.data_ptr()
