@@ -28,6 +28,13 @@ class RowTensors:
 
 
 @dataclass(frozen=True)
+class LocatedRows:
+    """table [rows, 4] int32: slot, ring_start, num_committed, whether the row folds; slot -1 is padding."""
+
+    table: cute.Tensor
+
+
+@dataclass(frozen=True)
 class Mamba2Tensors:
     """x, z, out [rows, 1, HV, V]; dt [rows, 1, HV]; B, C [rows, 1, G, K]; A, D, dt_bias [HV]."""
 

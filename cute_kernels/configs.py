@@ -11,6 +11,7 @@ SIZE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 WARP = 32
 LANES_PER_RECORD = 8
 Stream = Literal["all", "reads", "none"]
+RowSource = Literal["int32", "int64", "located"]
 RingLayout = Literal["record_major", "head_major", "strided"]
 
 
@@ -49,6 +50,7 @@ class Mamba2Options:
 class StepKey:
     """Everything that one compiled step kernel depends on, beside the architecture.
 
+    `rows` is the dtype of `cache_indices`, or "located" where a table of located rows takes its place.
     `ring_layout` is "record_major" or "head_major" where the axes within a slot are packed in that order, else
     "strided".
     """
@@ -64,7 +66,7 @@ class StepKey:
     activation_dtype: str
     options: Mamba2Options
     config: StepConfig
-    index_dtype: str = "int32"
+    rows: RowSource = "int32"
     has_force_fold: bool = False
     pdl: bool = False
 

@@ -13,6 +13,7 @@ An append lands outside the live window, so the CTAs of a head never race.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from cute_kernels.args import Mamba2Tensors, PoolTensors, RowTensors
+from cute_kernels.args import LocatedRows, Mamba2Tensors, PoolTensors, RowTensors
 from cute_kernels.compile import compiled
 from cute_kernels.configs import LANES_PER_RECORD, SIZE_BYTES, WARP, StepKey, Tile
 from cute_kernels.dtypes import CUTLASS_DTYPE
@@ -35,6 +36,7 @@ from cute_kernels.primitives.memory import (
     EVICT_NORMAL,
     STREAM,
     load_shared_floats,
+    load_words,
     load_words_if,
     store_words_if,
 )
@@ -332,11 +334,12 @@ def start_tile(
 @cute.jit
 def live_row(
     pool: PoolTensors,
-    rows: RowTensors,
+    rows: RowTensors | LocatedRows,
     inputs: Mamba2Tensors,
     out: cute.Tensor,
     place: Place,
     slot: Int32,
+    located: Any,
     shared: Shared,
     barriers: Any,
     key: cutlass.Constexpr,
@@ -350,7 +353,10 @@ def live_row(
     if cutlass.const_expr(key.config.stream != "reads"):
         policy_word = EVICT_FIRST if key.config.stream == "all" else EVICT_NORMAL
         start_tile(pool, key, place, slot, shared, barriers, Int64(policy_word))
-    cursor = RowCursor.load(rows, place.row, slot, capacity=key.ring_capacity, window=key.window, tokens=TOKENS)
+    if cutlass.const_expr(key.rows == "located"):
+        cursor = RowCursor.located(located, key.ring_capacity)
+    else:
+        cursor = RowCursor.load(rows, place.row, slot, capacity=key.ring_capacity, window=key.window, tokens=TOKENS)
     if cutlass.const_expr(key.config.stream == "reads"):
         policy_word = select(cursor.folds, Int64(EVICT_NORMAL), Int64(EVICT_FIRST))
         start_tile(pool, key, place, slot, shared, barriers, policy_word)
@@ -366,14 +372,7 @@ def live_row(
 
     # The gate is a long chain behind a load. Computed in both branches, it cannot be moved in front of the loads above;
     # opaque values keep the compiler from merging the two copies (H200, 2026-11: 8.0 -> MEASURE us at batch 1).
-    if cursor.folds:
-        gate = policy.gate(tuple(None if x is None else opaque(x) for x in token))
-        window = Window.of(policy, gate, lane_records.with_token(gate.record, cursor), first, place, key)
-        passes = window_passes(pool, inputs, key, place, cursor, window)
-        score_token = fold_row(pool, inputs, key, place, cursor, passes, window.decay, shared, barriers)
-        append_folded_record(pool, inputs, key, place, cursor, gate)
-        write_fold_row(inputs, out, key, place, gate, score_token, shared)
-    else:
+    if cursor.folds == 0:
         gate = policy.gate(token)
         window = Window.of(policy, gate, lane_records.with_token(gate.record, cursor), first, place, key)
         query = [unpack(words, key.activation_dtype) for words in query_words]
@@ -382,12 +381,19 @@ def live_row(
         lane_records.append(gate.record, place, cursor)
         cute.arch.barrier()
         write_read_row(out, key, place, mine, epilogues, query, window.decay, shared, barriers)
+    else:
+        gate = policy.gate(tuple(None if x is None else opaque(x) for x in token))
+        window = Window.of(policy, gate, lane_records.with_token(gate.record, cursor), first, place, key)
+        passes = window_passes(pool, inputs, key, place, cursor, window)
+        score_token = fold_row(pool, inputs, key, place, cursor, passes, window.decay, shared, barriers)
+        append_folded_record(pool, inputs, key, place, cursor, gate)
+        write_fold_row(inputs, out, key, place, gate, score_token, shared)
 
 
 @cute.kernel
 def step_kernel(
     pool: PoolTensors,
-    rows: RowTensors,
+    rows: RowTensors | LocatedRows,
     inputs: Mamba2Tensors,
     out: cute.Tensor,
     pad_slot: Int32,
@@ -414,7 +420,12 @@ def step_kernel(
     barriers = cutlass.Array(Int64, (config.chunks,), space=smem, alignment=8)
     if cutlass.const_expr(key.pdl):
         cute.arch.griddepcontrol_wait()
-    slot = load_slot(rows, row, key.index_dtype)
+    if cutlass.const_expr(key.rows == "located"):
+        located = load_words(rows.table.iterator.toint() + Int64(row) * 16, 4)
+        slot = Int32(located[0])
+    else:
+        located = None
+        slot = load_slot(rows, row, key.rows)
     if is_padding(slot, pad_slot):
         where = address(out, SIZE_BYTES[key.activation_dtype], row, 0, head, place.first_row + thread)
         store_scalar_if(thread < tile.rows, where, Float32(0.0), key.activation_dtype)
@@ -424,15 +435,31 @@ def step_kernel(
             staging=Int32(staging.data_ptr().toint()),
             products=Int32(products.data_ptr().toint()),
         )
-        live_row(pool, rows, inputs, out, place, slot, shared, barriers.data_ptr(), key)
+        live_row(pool, rows, inputs, out, place, slot, located, shared, barriers.data_ptr(), key)
     if cutlass.const_expr(key.pdl):
         cute.arch.griddepcontrol_launch_dependents()
+
+
+def compact(group: Any) -> Any:
+    """The same group of tensors with constant shapes and, but for the first axis, constant strides where they are known.
+
+    A kernel's arguments are read from constant memory, a cache line at a time and cold in small batches, so nothing
+    travels that the kernel does not use: a pointer, the slot or row stride, and a ring's strides if they are free.
+    """
+    if group is None:
+        return None
+    if dataclasses.is_dataclass(group):
+        return type(group)(*(compact(getattr(group, field.name)) for field in dataclasses.fields(group)))
+    strides = list(group.stride)
+    if len(strides) > 2 and group.shape[1] == TOKENS and not isinstance(strides[1], int):
+        strides[1] = 0  # the token axis, of extent 1
+    return cute.make_tensor(group.iterator, cute.make_layout(tuple(1 for _ in strides), stride=tuple(strides)))
 
 
 @cute.jit
 def step_launch(
     pool: PoolTensors,
-    rows: RowTensors,
+    rows: RowTensors | LocatedRows,
     inputs: Mamba2Tensors,
     out: cute.Tensor,
     pad_slot: Int32,
@@ -440,8 +467,8 @@ def step_launch(
     stream: Any,
 ):
     """Host side of the launch: one CTA for each part of each head of each row."""
-    step_kernel(pool, rows, inputs, out, pad_slot, key).launch(
-        grid=[key.num_v_heads * key.config.split, cute.size(rows.cache_indices), 1],
+    step_kernel(compact(pool), compact(rows), compact(inputs), compact(out), pad_slot, key).launch(
+        grid=[key.num_v_heads * key.config.split, out.shape[0], 1],
         block=[key.config.threads, 1, 1],
         stream=stream,
         use_pdl=key.pdl,
@@ -479,7 +506,6 @@ def fake_arguments(key: StepKey) -> tuple[Any, ...]:
         return None if dtype is None else tensor(CUTLASS_DTYPE[dtype], (hv,), (1,), CUTLASS_DTYPE[dtype].width // 8)
 
     int32 = CUTLASS_DTYPE["int32"]
-    index = CUTLASS_DTYPE[key.index_dtype]
     state = CUTLASS_DTYPE[key.checkpoint_dtype]
     pool = PoolTensors(
         checkpoint=tensor(state, (slots, hv, v, k), (None, v * k, k, 1), 16),
@@ -487,12 +513,16 @@ def fake_arguments(key: StepKey) -> tuple[Any, ...]:
         key=ring(activation, hk, (k,), 16),
         decay=ring(CUTLASS_DTYPE["float32"], hv, (), 4),
     )
-    rows = RowTensors(
-        cache_indices=tensor(index, (batch,), (1,), index.width // 8),
-        ring_start=tensor(int32, (slots,), (1,), 4),
-        num_committed=tensor(int32, (slots,), (1,), 4),
-        force_fold=tensor(CUTLASS_DTYPE["uint8"], (batch,), (1,), 1) if key.has_force_fold else None,
-    )
+    if key.rows == "located":
+        rows = LocatedRows(tensor(int32, (batch, 4), (4, 1), 16))
+    else:
+        index = CUTLASS_DTYPE[key.rows]
+        rows = RowTensors(
+            cache_indices=tensor(index, (batch,), (1,), index.width // 8),
+            ring_start=tensor(int32, (slots,), (1,), 4),
+            num_committed=tensor(int32, (slots,), (1,), 4),
+            force_fold=tensor(CUTLASS_DTYPE["uint8"], (batch,), (1,), 1) if key.has_force_fold else None,
+        )
     dt_dtype = CUTLASS_DTYPE[options.dt_dtype]
     inputs = Mamba2Tensors(
         x=rows_of(activation, (hv, v), 16),

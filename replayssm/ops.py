@@ -187,7 +187,7 @@ def warmup(
     from cute_kernels.compile import ensure_on_disk
 
     plans = {
-        plan_step(layer, replay, options, arch=arch, batch=batch, index_dtype=index_dtype)
+        plan_step(layer, replay, options, arch=arch, batch=batch, rows=index_dtype)
         for batch in batches
         for index_dtype in index_dtypes
     }
@@ -289,7 +289,7 @@ def _step_kernel(
         arch=_arch(pool.device),
         batch=inputs.x.shape[0],
         ring_layout=pool.ring_layout,
-        index_dtype=dtype_name(cache_indices.dtype),
+        rows=dtype_name(cache_indices.dtype),
         has_force_fold=force_fold is not None,
         pdl=pdl,
         config=config,

@@ -13,7 +13,15 @@ from typing import Literal
 import torch
 
 from cute_kernels.arch import ARCHES
-from cute_kernels.configs import Mamba2Options, RingLayout, StepConfig, StepKey, heuristic_config, invalid_reason
+from cute_kernels.configs import (
+    Mamba2Options,
+    RingLayout,
+    RowSource,
+    StepConfig,
+    StepKey,
+    heuristic_config,
+    invalid_reason,
+)
 from replayssm.spec import LayerSpec, ReplaySpec
 
 Source = Literal["explicit", "heuristic"]
@@ -42,7 +50,7 @@ def plan_step(
     arch: str,
     batch: int,
     ring_layout: RingLayout = "record_major",
-    index_dtype: str = "int32",
+    rows: RowSource = "int32",
     has_force_fold: bool = False,
     pdl: bool = False,
     config: StepConfig | None = None,
@@ -54,7 +62,7 @@ def plan_step(
         arch: "sm_90a", "sm_100a" or "sm_103a".
         batch: rows of the step; steers the heuristic only.
         ring_layout: of the pool: "record_major", "head_major" or "strided".
-        index_dtype: "int32" or "int64", of `cache_indices`.
+        rows: dtype of `cache_indices`, or "located" for a table made by `locate`.
         config: launch parameters, or None to have them chosen.
 
     Raises:
@@ -76,7 +84,7 @@ def plan_step(
         activation_dtype=dtype_name(replay.activation_dtype),
         options=options,
         config=config or StepConfig(),
-        index_dtype=index_dtype,
+        rows=rows,
         has_force_fold=has_force_fold,
         pdl=pdl,
     )

@@ -44,6 +44,12 @@ class RowCursor:
     capacity: Int32
 
     @classmethod
+    def located(cls, words: list[Any], capacity: int) -> RowCursor:
+        """From a row of the table that `locate` wrote."""
+        slot, start, count, folds = (Int32(word) for word in words)
+        return cls(Int64(slot), start, count, folds != 0, Int32(capacity))
+
+    @classmethod
     def load(cls, rows: RowTensors, row: Any, slot: Any, *, capacity: Any, window: int, tokens: int) -> RowCursor:
         """Read a live row's cursor and decide by the fold rule for a step of `tokens` tokens."""
         offset = Int64(slot) * 4
