@@ -18,31 +18,48 @@ class PoolTensors:
 
 
 @dataclass(frozen=True)
-class RowTensors:
-    """cache_indices [rows]; ring_start, num_committed [slots] int32; force_fold [rows] bytes or None."""
+class CursorTensors:
+    """ring_start, num_committed [slots] int32."""
 
-    cache_indices: cute.Tensor
     ring_start: cute.Tensor
     num_committed: cute.Tensor
+
+
+@dataclass(frozen=True)
+class RowTensors:
+    """cache_indices [rows]; force_fold [rows] bytes or None."""
+
+    cache_indices: cute.Tensor
     force_fold: cute.Tensor | None
 
 
 @dataclass(frozen=True)
-class LocatedRows:
-    """table [rows, 4] int32: slot, ring_start, num_committed, whether the row folds; slot -1 is padding."""
-
-    table: cute.Tensor
-
-
-@dataclass(frozen=True)
 class Mamba2Tensors:
-    """x, z, out [rows, 1, HV, V]; dt [rows, 1, HV]; B, C [rows, 1, G, K]; A, D, dt_bias [HV]."""
+    """x, z [rows, 1, HV, V]; dt [rows, 1, HV]; B, C [rows, 1, G, K]."""
 
     x: cute.Tensor
     dt: cute.Tensor
     B: cute.Tensor
     C: cute.Tensor
+    z: cute.Tensor | None
+
+
+@dataclass(frozen=True)
+class Mamba2Parameters:
+    """A, D, dt_bias [HV]."""
+
     A: cute.Tensor
     D: cute.Tensor | None
-    z: cute.Tensor | None
     dt_bias: cute.Tensor | None
+
+
+@dataclass(frozen=True)
+class StepTensors:
+    """All tensors of a step; `out` is [rows, 1, HV, V]."""
+
+    pool: PoolTensors
+    cursors: CursorTensors
+    rows: RowTensors
+    inputs: Mamba2Tensors
+    parameters: Mamba2Parameters
+    out: cute.Tensor

@@ -11,12 +11,12 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from cute_kernels.args import RowTensors
+from cute_kernels.args import CursorTensors, RowTensors
 from cute_kernels.compile import compiled
 from cute_kernels.dtypes import CUTLASS_DTYPE
 from cute_kernels.primitives.arithmetic import select
 from cute_kernels.primitives.memory import load_words, store_words
-from cute_kernels.replay.cursor import RowCursor, is_padding, load_slot
+from cute_kernels.replay.cursor import RowCursor, is_padding, load_force, load_slot
 
 THREADS = 128
 
@@ -34,6 +34,7 @@ class CommitKey:
 
 @cute.kernel
 def commit_kernel(
+    cursors: CursorTensors,
     rows: RowTensors,
     num_accepted: cute.Tensor | None,
     ring_capacity: Int32,
@@ -47,19 +48,22 @@ def commit_kernel(
     if row < cute.size(rows.cache_indices):
         slot = load_slot(rows, row, key.index_dtype)
         if not is_padding(slot, pad_slot):
-            cursor = RowCursor.load(rows, row, slot, capacity=ring_capacity, window=key.window, tokens=key.num_draft)
+            cursor = RowCursor.load(
+                cursors, slot, load_force(rows, row), capacity=ring_capacity, window=key.window, tokens=key.num_draft
+            )
             accepted = Int32(key.num_draft)
             if cutlass.const_expr(num_accepted is not None):
                 accepted = Int32(load_words(num_accepted.iterator.toint() + Int64(row) * 4, 1)[0])
             offset = cursor.slot * 4
             start = select(cursor.folds, cursor.physical(cursor.count), cursor.start)
             left = select(cursor.folds, Int32(0), cursor.count)
-            store_words(rows.ring_start.iterator.toint() + offset, [start])
-            store_words(rows.num_committed.iterator.toint() + offset, [left + accepted])
+            store_words(cursors.ring_start.iterator.toint() + offset, [start])
+            store_words(cursors.num_committed.iterator.toint() + offset, [left + accepted])
 
 
 @cute.jit
 def commit_launch(
+    cursors: CursorTensors,
     rows: RowTensors,
     num_accepted: cute.Tensor | None,
     ring_capacity: Int32,
@@ -68,7 +72,7 @@ def commit_launch(
     stream: Any,
 ):
     """Host side of the launch."""
-    commit_kernel(rows, num_accepted, ring_capacity, pad_slot, key).launch(
+    commit_kernel(cursors, rows, num_accepted, ring_capacity, pad_slot, key).launch(
         grid=[(cute.size(rows.cache_indices) + THREADS - 1) // THREADS, 1, 1], block=[THREADS, 1, 1], stream=stream
     )
 
@@ -81,16 +85,15 @@ def fake_arguments(key: CommitKey) -> tuple[Any, ...]:
         return make_fake_tensor(dtype, (extent,), (1,), assumed_align=dtype.width // 8)
 
     batch, slots = cute.sym_int64(), cute.sym_int64()
+    cursors = CursorTensors(vector("int32", slots), vector("int32", slots))
     rows = RowTensors(
         cache_indices=vector(key.index_dtype, batch),
-        ring_start=vector("int32", slots),
-        num_committed=vector("int32", slots),
         force_fold=vector("uint8", batch) if key.has_force_fold else None,
     )
     num_accepted = vector("int32", batch) if key.has_num_accepted else None
-    return rows, num_accepted, Int32(1), Int32(-1), key, make_fake_stream(use_tvm_ffi_env_stream=True)
+    return cursors, rows, num_accepted, Int32(1), Int32(-1), key, make_fake_stream(use_tvm_ffi_env_stream=True)
 
 
 def kernel(key: CommitKey, arch: str) -> Callable[..., None]:
-    """The compiled commit: call it with (row tensors, num_accepted, ring capacity, pad slot)."""
+    """The compiled commit: call it with (cursor tensors, row tensors, num_accepted, ring capacity, pad slot)."""
     return compiled(commit_launch, lambda: fake_arguments(key), key, arch)

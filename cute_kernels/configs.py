@@ -11,7 +11,7 @@ SIZE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 WARP = 32
 LANES_PER_RECORD = 8
 Stream = Literal["all", "reads", "none"]
-RowSource = Literal["int32", "int64", "located"]
+Order = Literal["window", "state"]
 RingLayout = Literal["record_major", "head_major", "strided"]
 
 
@@ -25,13 +25,16 @@ class StepConfig:
         chunks: bulk copies that bring the CTA's tile of the checkpoint, each with its own barrier.
         stream: which rows pull the checkpoint through L2 as evict-first, so that the lines written beside it stay:
             "all" and "none" start the copies before the cursor is known, "reads" spares the rows that fold.
+        order: which part of a row that only reads comes first: "window" hides it behind the copies of the tile,
+            "state" hides the product of the tile behind the loads of the window.
         fold_values: state values that a thread of a fold keeps in registers at a time.
     """
 
     split: int = 1
     threads: int = 128
-    chunks: int = 4
-    stream: Stream = "all"
+    chunks: int = 1
+    stream: Stream = "reads"
+    order: Order = "window"
     fold_values: int = 16
 
 
@@ -47,10 +50,18 @@ class Mamba2Options:
 
 
 @dataclass(frozen=True)
+class RowOptions:
+    """How a step is called: dtype of `cache_indices`, whether a force_fold mask comes, and dependent launch (PDL)."""
+
+    index_dtype: str = "int32"
+    has_force_fold: bool = False
+    pdl: bool = False
+
+
+@dataclass(frozen=True)
 class StepKey:
     """Everything that one compiled step kernel depends on, beside the architecture.
 
-    `rows` is the dtype of `cache_indices`, or "located" where a table of located rows takes its place.
     `ring_layout` is "record_major" or "head_major" where the axes within a slot are packed in that order, else
     "strided".
     """
@@ -66,9 +77,7 @@ class StepKey:
     activation_dtype: str
     options: Mamba2Options
     config: StepConfig
-    rows: RowSource = "int32"
-    has_force_fold: bool = False
-    pdl: bool = False
+    rows: RowOptions = RowOptions()
 
 
 @dataclass(frozen=True)
@@ -178,7 +187,7 @@ class Tile:
 
     @property
     def smem_bytes(self) -> int:
-        return self.bytes + self.staging_bytes + self.rows * 4 + 64
+        return self.bytes + self.staging_bytes + 128
 
 
 def invalid_reason(key: StepKey, arch: Arch) -> str | None:
@@ -190,8 +199,8 @@ def invalid_reason(key: StepKey, arch: Arch) -> str | None:
     if not 1 <= key.num_v_heads <= 256:
         return f"num_v_heads: supported are 1 to 256, got {key.num_v_heads}"
     config, tile = key.config, Tile.of(key)
-    if config.threads != 128:
-        return f"threads: supported is 128, got {config.threads}"
+    if config.threads not in (128, 256):
+        return f"threads: supported are 128 and 256, got {config.threads}"
     if key.head_dim % config.split or tile.rows % tile.readout_rows:
         return f"split: {key.head_dim} rows do not split into {config.split} parts of whole {tile.readout_rows}s"
     if tile.bytes % (16 * config.chunks) or tile.rows % config.chunks:
@@ -207,10 +216,15 @@ def is_valid(key: StepKey, arch: Arch) -> bool:
 
 
 def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
-    """A configuration without a measurement: the smallest split whose tile is at most 40 KiB; None if there is none."""
+    """A configuration without a measurement of the shape; None if no split makes the tile fit.
+
+    From H200 measurements of 128 heads of 64 x 128 (2026-11, docs/performance.md): one CTA a head at every batch, and
+    for a float32 checkpoint, which takes longest to arrive after the records, the tile's product first.
+    """
     del batch
+    wide = key.checkpoint_dtype == "float32"
     for split in (1, 2, 4, 5, 8):
-        config = StepConfig(split=split)
+        config = StepConfig(split=split, order="state" if wide else "window", fold_values=32 if wide else 16)
         candidate = replace(key, config=config)
         if is_valid(candidate, arch) and Tile.of(candidate).bytes <= 40 * 1024:
             return config

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,14 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from cute_kernels.args import LocatedRows, Mamba2Tensors, PoolTensors, RowTensors
+from cute_kernels.args import (
+    CursorTensors,
+    Mamba2Parameters,
+    Mamba2Tensors,
+    PoolTensors,
+    RowTensors,
+    StepTensors,
+)
 from cute_kernels.compile import compiled
 from cute_kernels.configs import LANES_PER_RECORD, SIZE_BYTES, WARP, StepKey, Tile
 from cute_kernels.dtypes import CUTLASS_DTYPE
@@ -36,14 +43,13 @@ from cute_kernels.primitives.memory import (
     EVICT_NORMAL,
     STREAM,
     load_shared_floats,
-    load_words,
     load_words_if,
     store_words_if,
 )
 from cute_kernels.primitives.reduce import broadcast, sum_lanes
 from cute_kernels.recurrences.base import Gate, Recurrence
 from cute_kernels.recurrences.mamba2 import Mamba2
-from cute_kernels.replay.cursor import RowCursor, is_padding, load_slot
+from cute_kernels.replay.cursor import RowCursor, is_padding, load_force, load_slot
 from cute_kernels.replay.decay import decay_to_end
 from cute_kernels.replay.fold import FoldStage, FoldStatics, fold_tile, stage_record
 from cute_kernels.replay.readout import OutputRows, add_weighted, read_tile, score, store_partial_sums
@@ -184,109 +190,149 @@ def write_output(
 
 @dataclass(frozen=True)
 class Shared:
-    """Byte addresses in a CTA's shared memory: the tile, the records or partial sums, and float [rows]."""
+    """A CTA's shared memory: addresses of the tile and of the records or partial sums; the barriers."""
 
     state: Int32
     staging: Int32
-    products: Int32
+    barriers: Any
+
+
+@dataclass(frozen=True)
+class RowLoads:
+    """What a CTA has loaded, or is loading, before it computes.
+
+    Args:
+        cursor: the row's cursor.
+        token: what `Recurrence.load_token` loaded.
+        query: this thread's vectors of the query as the readout multiplies them, packed.
+        outputs: the rows that this thread writes if the row only reads.
+        epilogues: what `Recurrence.load_epilogue` loaded for each of them.
+        lane_records: decay records of the window.
+        first: this thread's part of the first pass of records.
+    """
+
+    cursor: RowCursor
+    token: tuple[Any, ...]
+    query: list[list[Uint32]]
+    outputs: OutputRows
+    epilogues: list[Any]
+    lane_records: LaneRecords
+    first: LoadedRecord
+
+    @classmethod
+    def start(cls, tensors: StepTensors, key: StepKey, place: Place, cursor: RowCursor) -> RowLoads:
+        policy, inputs = policy_of(key), tensors.inputs
+        token = policy.load_token(inputs, tensors.parameters, place.row, place.head)
+        query = load_query(inputs, key, place)
+        outputs = OutputRows.of(Tile.of(key), place.lane, place.warp)
+        epilogues = [
+            policy.load_epilogue(inputs, place.row, place.head, place.first_row + row, inside)
+            for row, inside in zip(outputs.rows, outputs.inside, strict=True)
+        ]
+        lane_records = LaneRecords.load(tensors.pool, key, place, cursor)
+        first = load_record(tensors.pool, inputs, key, place, cursor, 0)
+        return cls(cursor, token, query, outputs, epilogues, lane_records, first)
 
 
 @dataclass(frozen=True)
 class Window:
-    """What a row's window is once its first loads are under way.
+    """A row's window with its decay.
 
     Args:
-        first: this thread's part of the first pass of records.
         weights: weight of record lane + 32 w in word w: its decay to the end of the window times its own factor.
         decay: product of the decays of the window.
     """
 
-    first: LoadedRecord
     weights: list[Float32]
     decay: Float32
 
     @classmethod
-    def of(
-        cls, policy: Recurrence, gate: Gate, records: list[Float32], first: LoadedRecord, place: Place, key: StepKey
-    ) -> Window:
+    def of(cls, key: StepKey, place: Place, loads: RowLoads, gate: Gate) -> Window:
+        policy = policy_of(key)
+        records = loads.lane_records.with_token(gate.record, loads.cursor)
         factors, decay = decay_to_end([gate.rate * r for r in records], place.lane, key.window)
-        return cls(first, [policy.weight(r) * f for r, f in zip(records, factors, strict=True)], decay)
+        return cls([policy.weight(r) * f for r, f in zip(records, factors, strict=True)], decay)
+
+    def passes(self, tensors: StepTensors, key: StepKey, place: Place, loads: RowLoads) -> Iterator[Any]:
+        """Yield (this thread's record of the pass, its logical index, its weight) for each pass over the window."""
+        for first in range(0, key.window, Tile.of(key).records_per_pass):
+            record = loads.first
+            if first > 0:
+                record = load_record(tensors.pool, tensors.inputs, key, place, loads.cursor, first)
+            lane = first % WARP + place.thread // LANES_PER_RECORD
+            index = first + place.thread // LANES_PER_RECORD
+            yield record, index, broadcast(self.weights[first // WARP], lane)
 
 
-def window_passes(pool: PoolTensors, inputs: Any, key: StepKey, place: Place, cursor: RowCursor, window: Window) -> Any:
-    """Yield (first record, this thread's record, its weight) for each pass over the window."""
-    per_pass = Tile.of(key).records_per_pass
-    for first in range(0, key.window, per_pass):
-        record = window.first if first == 0 else load_record(pool, inputs, key, place, cursor, first)
-        lane = first % WARP + place.thread // LANES_PER_RECORD
-        yield first, record, broadcast(window.weights[first // WARP], lane)
+def read_row(tensors: StepTensors, key: StepKey, place: Place, loads: RowLoads, shared: Shared) -> None:
+    """A row that only reads its checkpoint."""
+    policy, tile, dtype = policy_of(key), Tile.of(key), key.activation_dtype
+    query = [unpack(words, dtype) for words in loads.query]
 
+    def read_state() -> list[Float32]:
+        first_row = loads.outputs.first_row
+        return read_tile(
+            tile, key.checkpoint_dtype, shared.state, shared.barriers, key.config.chunks, query, place.lane, first_row
+        )
 
-def read_row(
-    passes: Any, key: StepKey, place: Place, query: list[list[Float32]], count: Any, skip: Any, shared: Shared
-) -> None:
-    """The window's part of the output of a row that only reads, as partial sums of each warp; appends the token."""
-    tile = Tile.of(key)
+    gate = policy.gate(loads.token)
+    epilogues = [policy.epilogue(loaded) for loaded in loads.epilogues]
+    products = read_state() if key.config.order == "state" else []
+    window = Window.of(key, place, loads, gate)
     sums = [Float32(0.0)] * (-(-tile.value_vectors // LANES_PER_RECORD) * tile.value_vector)
-    for first, record, weight in passes:
-        is_token = first + place.thread // LANES_PER_RECORD == count
+    for record, index, weight in window.passes(tensors, key, place, loads):
+        is_token = index == loads.cursor.count
         append_record(record, is_token, key, place)
-        factor = weight * score(record.key, query, key.activation_dtype) + select(is_token, skip, Float32(0.0))
-        sums = add_weighted(sums, record.values, factor, key.activation_dtype)
+        factor = weight * score(record.key, query, dtype) + select(is_token, gate.skip, Float32(0.0))
+        sums = add_weighted(sums, record.values, factor, dtype)
     store_partial_sums(sums, tile, shared.staging, place.lane, place.warp)
-
-
-def write_read_row(
-    out: cute.Tensor,
-    key: StepKey,
-    place: Place,
-    mine: OutputRows,
-    epilogues: list[Any],
-    query: Any,
-    decay: Any,
-    shared: Shared,
-    barriers: Any,
-) -> None:
-    """Multiply the tile by the query, add the window's part, and write the outputs."""
-    tile = Tile.of(key)
-    products = read_tile(
-        tile, key.checkpoint_dtype, shared.state, barriers, key.config.chunks, query, place.lane, mine.first_row
-    )
-    for i, product in enumerate(products):
-        value = product * decay
+    loads.lane_records.append(gate.record, place, loads.cursor)
+    cute.arch.barrier()
+    for i, product in enumerate(products or read_state()):
+        row = loads.outputs.rows[i]
+        value = product * window.decay
         for warp in range(tile.warps):
-            value = value + load_shared_floats(shared.staging + (warp * tile.rows + mine.rows[i]) * 4, 1, 4)[0]
-        write_output(out, key, place, mine.rows[i], value, epilogues[i], mine.inside[i])
+            value = value + load_shared_floats(shared.staging + (warp * tile.rows + row) * 4, 1, 4)[0]
+        write_output(tensors.out, key, place, row, value, epilogues[i], loads.outputs.inside[i])
 
 
-def fold_row(
-    pool: PoolTensors,
-    inputs: Any,
-    key: StepKey,
-    place: Place,
-    cursor: RowCursor,
-    passes: Any,
-    decay: Any,
-    shared: Shared,
-    barriers: Any,
-) -> Float32:
-    """Fold a row's committed records; leaves the products of the new state with the query in shared memory.
-
-    Returns:
-        The product of the token's key with the query.
-    """
+def fold_row(tensors: StepTensors, key: StepKey, place: Place, loads: RowLoads, shared: Shared) -> None:
+    """A row that folds its committed records first."""
     policy, tile, size = policy_of(key), Tile.of(key), SIZE_BYTES[key.activation_dtype]
+    gate = policy.gate(tuple(None if x is None else opaque(x) for x in loads.token))
+    window = Window.of(key, place, loads, gate)
     statics = FoldStatics(tile, key.checkpoint_dtype, key.activation_dtype)
     stage = FoldStage.of(tile, shared.staging, place.thread)
-    for first, record, weight in passes:
-        index = first + place.thread // LANES_PER_RECORD
+    for record, index, weight in window.passes(tensors, key, place, loads):
         stage_record(stage, statics, index, place.lane % LANES_PER_RECORD, record, weight)
+    query, score_token = load_fold_query(tensors.inputs, key, place, stage)
+    cute.arch.barrier()
+    for chunk in range(key.config.chunks):
+        bulk_wait(shared.barriers, chunk)
+    slot, head = loads.cursor.slot, place.head
+    checkpoint = address(tensors.pool.checkpoint, SIZE_BYTES[key.checkpoint_dtype], slot, head, place.first_row)
+    fold_tile(stage, statics, shared.state, checkpoint, loads.cursor.count, window.decay, query)
+    append_folded_record(tensors.pool, tensors.inputs, key, place, loads.cursor, gate)
+    cute.arch.barrier()
+    inside = Int32(place.thread < tile.rows)
+    channel = place.first_row + place.thread
+    value_at = address(policy.value(tensors.inputs), size, place.row, 0, head, channel)
+    token_value = load_scalar_if(inside, value_at, key.activation_dtype)
+    epilogue = policy.epilogue(policy.load_epilogue(tensors.inputs, place.row, head, channel, inside))
+    local_row = select(inside != 0, place.thread, Int32(0))
+    product = load_shared_floats(shared.state + local_row * (tile.d_state * tile.state_size), 1, 4)[0]
+    own = policy.weight(gate.record) * score_token + gate.skip
+    value = product * exp2(gate.rate * gate.record) + own * token_value
+    write_output(tensors.out, key, place, place.thread, value, epilogue, inside)
+
+
+def load_fold_query(inputs: Any, key: StepKey, place: Place, stage: FoldStage) -> tuple[cute.Tensor, Float32]:
+    """This thread's columns of the query as the fold multiplies them, and the product of token's key and query."""
+    policy, tile, size = policy_of(key), Tile.of(key), SIZE_BYTES[key.activation_dtype]
     query_at = address(policy.query(inputs), size, place.row, 0, place.group)
     token_at = address(policy.key(inputs), size, place.row, 0, place.group)
-    columns = tile.vector * tile.fold_chunks
-    query = cute.make_rmem_tensor((columns,), Float32)
-    score_token = Float32(0.0)
-    vector_bytes = tile.vector * size
+    query = cute.make_rmem_tensor((tile.vector * tile.fold_chunks,), Float32)
+    score_token, vector_bytes = Float32(0.0), tile.vector * size
     for c in range(tile.fold_chunks):
         skip = (c * tile.fold_lanes + stage.column_lane) * vector_bytes
         q = unpack(load_row_words(True, query_at + skip, vector_bytes // 4), key.activation_dtype)
@@ -294,111 +340,44 @@ def fold_row(
         for e in range(tile.vector):
             query[c * tile.vector + e] = q[e]
             score_token = score_token + q[e] * k[e]
-    masks = tuple(1 << b for b in range(tile.fold_lanes.bit_length() - 1))
-    score_token = sum_lanes(score_token, masks)
-    cute.arch.barrier()
-    for chunk in range(key.config.chunks):
-        bulk_wait(barriers, chunk)
-    checkpoint = address(pool.checkpoint, SIZE_BYTES[key.checkpoint_dtype], cursor.slot, place.head, place.first_row)
-    fold_tile(stage, statics, shared.state, checkpoint, shared.products, cursor.count, decay, query)
-    cute.arch.barrier()
-    return score_token
+    return query, sum_lanes(score_token, tuple(1 << b for b in range(tile.fold_lanes.bit_length() - 1)))
 
 
-def write_fold_row(
-    inputs: Any, out: cute.Tensor, key: StepKey, place: Place, gate: Gate, score_token: Any, shared: Shared
-) -> None:
-    """Outputs of a row that folded: the new state's products, decayed by the token, plus the token's own part."""
-    policy, tile, dtype = policy_of(key), Tile.of(key), key.activation_dtype
-    inside = Int32(place.thread < tile.rows)
-    channel = place.first_row + place.thread
-    where = address(policy.value(inputs), SIZE_BYTES[dtype], place.row, 0, place.head, channel)
-    token_value = load_scalar_if(inside, where, dtype)
-    epilogue = policy.load_epilogue(inputs, place.row, place.head, channel, inside)
-    local_row = select(inside != 0, place.thread, Int32(0))
-    product = load_shared_floats(shared.products + local_row * 4, 1, 4)[0]
-    own = policy.weight(gate.record) * score_token + gate.skip
-    value = product * exp2(gate.rate * gate.record) + own * token_value
-    write_output(out, key, place, place.thread, value, epilogue, inside)
-
-
-def start_tile(
-    pool: PoolTensors, key: StepKey, place: Place, slot: Any, shared: Shared, barriers: Any, policy_word: Any
-) -> None:
+def start_tile(pool: PoolTensors, key: StepKey, place: Place, slot: Any, shared: Shared, policy_word: Any) -> None:
     """Start the copies of this CTA's tile of the checkpoint."""
     num_bytes = Tile.of(key).bytes // key.config.chunks
     source = address(pool.checkpoint, SIZE_BYTES[key.checkpoint_dtype], slot, place.head, place.first_row)
-    bulk_load(place.thread, shared.state, source, barriers, policy_word, num_bytes, key.config.chunks)
+    bulk_load(place.thread, shared.state, source, shared.barriers, policy_word, num_bytes, key.config.chunks)
 
 
 @cute.jit
-def live_row(
-    pool: PoolTensors,
-    rows: RowTensors | LocatedRows,
-    inputs: Mamba2Tensors,
-    out: cute.Tensor,
-    place: Place,
-    slot: Int32,
-    located: Any,
-    shared: Shared,
-    barriers: Any,
-    key: cutlass.Constexpr,
-):
+def live_row(tensors: StepTensors, place: Place, slot: Int32, shared: Shared, key: cutlass.Constexpr):
     """The work of a CTA whose row carries a request.
 
     All loads are issued before anything is computed from them: the hardware issues in order, so an instruction that
-    waits for one load would hold up those behind it.
+    waits for one load would hold up those behind it. The gate, a long chain behind a load, is therefore computed in
+    each branch: ahead of the branch the compiler moved it in front of other loads.
     """
-    policy, tile = policy_of(key), Tile.of(key)
-    if cutlass.const_expr(key.config.stream != "reads"):
-        policy_word = EVICT_FIRST if key.config.stream == "all" else EVICT_NORMAL
-        start_tile(pool, key, place, slot, shared, barriers, Int64(policy_word))
-    if cutlass.const_expr(key.rows == "located"):
-        cursor = RowCursor.located(located, key.ring_capacity)
-    else:
-        cursor = RowCursor.load(rows, place.row, slot, capacity=key.ring_capacity, window=key.window, tokens=TOKENS)
-    if cutlass.const_expr(key.config.stream == "reads"):
+    stream = key.config.stream
+    if cutlass.const_expr(stream != "reads"):
+        start_tile(tensors.pool, key, place, slot, shared, Int64(EVICT_FIRST if stream == "all" else EVICT_NORMAL))
+    forced = load_force(tensors.rows, place.row)
+    cursor = RowCursor.load(tensors.cursors, slot, forced, capacity=key.ring_capacity, window=key.window, tokens=TOKENS)
+    if cutlass.const_expr(stream == "reads"):
         policy_word = select(cursor.folds, Int64(EVICT_NORMAL), Int64(EVICT_FIRST))
-        start_tile(pool, key, place, slot, shared, barriers, policy_word)
-    token = policy.load_token(inputs, place.row, place.head)
-    query_words = load_query(inputs, key, place)
-    mine = OutputRows.of(tile, place.lane, place.warp)
-    epilogues = [
-        policy.load_epilogue(inputs, place.row, place.head, place.first_row + row, inside)
-        for row, inside in zip(mine.rows, mine.inside, strict=True)
-    ]
-    lane_records = LaneRecords.load(pool, key, place, cursor)
-    first = load_record(pool, inputs, key, place, cursor, 0)
-
-    # The gate is a long chain behind a load. Computed in both branches, it cannot be moved in front of the loads above;
-    # opaque values keep the compiler from merging the two copies (H200, 2026-11: 8.0 -> MEASURE us at batch 1).
+        start_tile(tensors.pool, key, place, slot, shared, policy_word)
+    # Every thread may wait for the copies from here on. The barrier also pins them: without it the compiler moved a
+    # single copy behind the loads below (H200, 2026-11: 150 instead of 133 us, bfloat16 at batch 256).
+    cute.arch.barrier()
+    loads = RowLoads.start(tensors, key, place, cursor)
     if cursor.folds == 0:
-        gate = policy.gate(token)
-        window = Window.of(policy, gate, lane_records.with_token(gate.record, cursor), first, place, key)
-        query = [unpack(words, key.activation_dtype) for words in query_words]
-        passes = window_passes(pool, inputs, key, place, cursor, window)
-        read_row(passes, key, place, query, cursor.count, gate.skip, shared)
-        lane_records.append(gate.record, place, cursor)
-        cute.arch.barrier()
-        write_read_row(out, key, place, mine, epilogues, query, window.decay, shared, barriers)
+        read_row(tensors, key, place, loads, shared)
     else:
-        gate = policy.gate(tuple(None if x is None else opaque(x) for x in token))
-        window = Window.of(policy, gate, lane_records.with_token(gate.record, cursor), first, place, key)
-        passes = window_passes(pool, inputs, key, place, cursor, window)
-        score_token = fold_row(pool, inputs, key, place, cursor, passes, window.decay, shared, barriers)
-        append_folded_record(pool, inputs, key, place, cursor, gate)
-        write_fold_row(inputs, out, key, place, gate, score_token, shared)
+        fold_row(tensors, key, place, loads, shared)
 
 
 @cute.kernel
-def step_kernel(
-    pool: PoolTensors,
-    rows: RowTensors | LocatedRows,
-    inputs: Mamba2Tensors,
-    out: cute.Tensor,
-    pad_slot: Int32,
-    key: cutlass.Constexpr,
-):
+def step_kernel(tensors: StepTensors, pad_slot: Int32, key: cutlass.Constexpr):
     """One CTA: see this module's docstring."""
     tile, config = Tile.of(key), key.config
     thread, _, _ = cute.arch.thread_idx()
@@ -416,35 +395,29 @@ def step_kernel(
     smem = cutlass.AddressSpace.smem
     state = cutlass.Array(Uint32, (tile.bytes // 4,), space=smem, alignment=128)
     staging = cutlass.Array(Uint32, (tile.staging_bytes // 4,), space=smem, alignment=16)
-    products = cutlass.Array(Float32, (tile.rows,), space=smem, alignment=16)
     barriers = cutlass.Array(Int64, (config.chunks,), space=smem, alignment=8)
-    if cutlass.const_expr(key.pdl):
+    if cutlass.const_expr(key.rows.pdl):
         cute.arch.griddepcontrol_wait()
-    if cutlass.const_expr(key.rows == "located"):
-        located = load_words(rows.table.iterator.toint() + Int64(row) * 16, 4)
-        slot = Int32(located[0])
-    else:
-        located = None
-        slot = load_slot(rows, row, key.rows)
+    slot = load_slot(tensors.rows, row, key.rows.index_dtype)
     if is_padding(slot, pad_slot):
-        where = address(out, SIZE_BYTES[key.activation_dtype], row, 0, head, place.first_row + thread)
+        where = address(tensors.out, SIZE_BYTES[key.activation_dtype], row, 0, head, place.first_row + thread)
         store_scalar_if(thread < tile.rows, where, Float32(0.0), key.activation_dtype)
     else:
         shared = Shared(
             state=Int32(state.data_ptr().toint()),
             staging=Int32(staging.data_ptr().toint()),
-            products=Int32(products.data_ptr().toint()),
+            barriers=barriers.data_ptr(),
         )
-        live_row(pool, rows, inputs, out, place, slot, located, shared, barriers.data_ptr(), key)
-    if cutlass.const_expr(key.pdl):
+        live_row(tensors, place, slot, shared, key)
+    if cutlass.const_expr(key.rows.pdl):
         cute.arch.griddepcontrol_launch_dependents()
 
 
 def compact(group: Any) -> Any:
-    """The same group of tensors with constant shapes and, but for the first axis, constant strides where they are known.
+    """The same tensors with unit shapes and as few strides that vary as can be: pointer and slot or row stride remain.
 
     A kernel's arguments are read from constant memory, a cache line at a time and cold in small batches, so nothing
-    travels that the kernel does not use: a pointer, the slot or row stride, and a ring's strides if they are free.
+    travels that the kernel does not use.
     """
     if group is None:
         return None
@@ -459,19 +432,22 @@ def compact(group: Any) -> Any:
 @cute.jit
 def step_launch(
     pool: PoolTensors,
-    rows: RowTensors | LocatedRows,
+    cursors: CursorTensors,
+    rows: RowTensors,
     inputs: Mamba2Tensors,
+    parameters: Mamba2Parameters,
     out: cute.Tensor,
     pad_slot: Int32,
     key: cutlass.Constexpr,
     stream: Any,
 ):
     """Host side of the launch: one CTA for each part of each head of each row."""
-    step_kernel(compact(pool), compact(rows), compact(inputs), compact(out), pad_slot, key).launch(
+    tensors = StepTensors(pool, cursors, rows, inputs, parameters, out)
+    step_kernel(compact(tensors), pad_slot, key).launch(
         grid=[key.num_v_heads * key.config.split, out.shape[0], 1],
         block=[key.config.threads, 1, 1],
         stream=stream,
-        use_pdl=key.pdl,
+        use_pdl=key.rows.pdl,
     )
 
 
@@ -505,7 +481,7 @@ def fake_arguments(key: StepKey) -> tuple[Any, ...]:
     def vector(dtype: str | None) -> Any:
         return None if dtype is None else tensor(CUTLASS_DTYPE[dtype], (hv,), (1,), CUTLASS_DTYPE[dtype].width // 8)
 
-    int32 = CUTLASS_DTYPE["int32"]
+    int32, index = CUTLASS_DTYPE["int32"], CUTLASS_DTYPE[key.rows.index_dtype]
     state = CUTLASS_DTYPE[key.checkpoint_dtype]
     pool = PoolTensors(
         checkpoint=tensor(state, (slots, hv, v, k), (None, v * k, k, 1), 16),
@@ -513,31 +489,24 @@ def fake_arguments(key: StepKey) -> tuple[Any, ...]:
         key=ring(activation, hk, (k,), 16),
         decay=ring(CUTLASS_DTYPE["float32"], hv, (), 4),
     )
-    if key.rows == "located":
-        rows = LocatedRows(tensor(int32, (batch, 4), (4, 1), 16))
-    else:
-        index = CUTLASS_DTYPE[key.rows]
-        rows = RowTensors(
-            cache_indices=tensor(index, (batch,), (1,), index.width // 8),
-            ring_start=tensor(int32, (slots,), (1,), 4),
-            num_committed=tensor(int32, (slots,), (1,), 4),
-            force_fold=tensor(CUTLASS_DTYPE["uint8"], (batch,), (1,), 1) if key.has_force_fold else None,
-        )
+    cursors = CursorTensors(tensor(int32, (slots,), (1,), 4), tensor(int32, (slots,), (1,), 4))
+    rows = RowTensors(
+        cache_indices=tensor(index, (batch,), (1,), index.width // 8),
+        force_fold=tensor(CUTLASS_DTYPE["uint8"], (batch,), (1,), 1) if key.rows.has_force_fold else None,
+    )
     dt_dtype = CUTLASS_DTYPE[options.dt_dtype]
     inputs = Mamba2Tensors(
         x=rows_of(activation, (hv, v), 16),
         dt=rows_of(dt_dtype, (hv,), dt_dtype.width // 8),
         B=rows_of(activation, (hk, k), 16),
         C=rows_of(activation, (hk, k), 16),
-        A=vector("float32"),
-        D=vector(options.D_dtype),
         z=rows_of(activation, (hv, v), 16) if options.has_z else None,
-        dt_bias=vector(options.dt_bias_dtype),
     )
+    parameters = Mamba2Parameters(vector("float32"), vector(options.D_dtype), vector(options.dt_bias_dtype))
     out = rows_of(activation, (hv, v), 16)
-    return pool, rows, inputs, out, Int32(-1), key, make_fake_stream(use_tvm_ffi_env_stream=True)
+    return pool, cursors, rows, inputs, parameters, out, Int32(-1), key, make_fake_stream(use_tvm_ffi_env_stream=True)
 
 
 def kernel(key: StepKey, arch: str) -> Callable[..., None]:
-    """The compiled step: call it with (pool tensors, row tensors, input tensors, out, pad slot)."""
+    """The compiled step: call it as `step_launch`, without the last two."""
     return compiled(step_launch, lambda: fake_arguments(key), key, arch)

@@ -213,7 +213,10 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
     device = torch.device(options.device)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    if device.type == "cpu":
+        # The tensors are small: a second thread gains nothing, and where its core is busy the first one waits for it.
+        torch.set_num_threads(1)
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU, 1 thread"
     print(f"ReplaySSM demo: {options.model}, window {options.window}, on {where}; loading transformers", flush=True)
     from replayssm.integrations.transformers import disable, enable, layer_specs
 

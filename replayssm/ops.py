@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cute_kernels.arch import arch_of_capability
-from cute_kernels.configs import Mamba2Options, StepConfig
+from cute_kernels.configs import Mamba2Options, RowOptions, StepConfig
 from replayssm import checks
 from replayssm.cursors import Cursors
 from replayssm.inputs import Inputs, Mamba2Inputs
@@ -65,7 +66,7 @@ def step(
         ReplaySSM (Princeton and NVIDIA, 2026), sections on non-flush and flush steps.
     """
     if pool.checkpoint.is_cuda:
-        return _cuda_step(pool, cursors, inputs, cache_indices, out, force_fold, pad_slot_id, pdl, config)
+        return _cuda_step(pool, cursors, inputs, cache_indices, out, force_fold, pad_slot_id, (pdl, config))
     checks.check_step(pool, cursors, inputs, cache_indices, out, force_fold)
     if checks.DEBUG:
         checks.check_rows(cursors, cache_indices, pad_slot_id)
@@ -103,9 +104,15 @@ def commit(
             kernel = cursors.kernels[signature] = _commit_kernel(cursors, *signature)
         if checks.DEBUG:
             checks.check_rows(cursors, cache_indices, pad_slot_id)
-        rows = _row_tensors(cursors, cache_indices, force_fold)
+        rows = (cache_indices, None if force_fold is None else force_fold.view(torch.uint8))
         try:
-            kernel(rows, num_accepted, cursors.replay.ring_capacity, pad_slot_id)
+            kernel(
+                (cursors.ring_start, cursors.num_committed),
+                rows,
+                num_accepted,
+                cursors.replay.ring_capacity,
+                pad_slot_id,
+            )
         except (TypeError, ValueError):
             checks.check_commit(cursors, cache_indices, num_draft, num_accepted, force_fold)
             raise
@@ -187,7 +194,7 @@ def warmup(
     from cute_kernels.compile import ensure_on_disk
 
     plans = {
-        plan_step(layer, replay, options, arch=arch, batch=batch, rows=index_dtype)
+        plan_step(layer, replay, options, arch=arch, batch=batch, rows=RowOptions(index_dtype))
         for batch in batches
         for index_dtype in index_dtypes
     }
@@ -200,6 +207,21 @@ def warmup(
     return sorted(plans, key=repr)
 
 
+@dataclass(frozen=True, eq=False)
+class _Launch:
+    """A step's kernel with what stays the same from call to call, converted once.
+
+    The tensors are kept to be compared by identity, which also keeps them alive.
+    """
+
+    kernel: Callable[..., None]
+    cursors: Cursors
+    parameters: tuple[Tensor | None, ...]
+    pool_array: Any
+    cursor_array: Any
+    parameter_array: Any
+
+
 def _cuda_step(
     pool: Pool,
     cursors: Cursors,
@@ -208,52 +230,92 @@ def _cuda_step(
     out: Tensor | None,
     force_fold: Tensor | None,
     pad_slot_id: int,
-    pdl: bool,
-    config: StepConfig | None,
+    launch_options: tuple[bool, StepConfig | None],
 ) -> Tensor:
     """Full checks and a plan when a signature is new; later calls rely on the launch's own checks."""
-    signature = None
     try:
-        signature = _signature(inputs, cache_indices, force_fold, pdl, config)
-        kernel = pool.kernels.get(signature)
-    except (AttributeError, TypeError):  # not even tensors: the full checks say what is wrong
-        kernel = None
-    if kernel is None:
+        x, dt, B, C, A, D, z, dt_bias, softplus = inputs  # type: ignore[misc]
+        signature = (x.shape, dt.dtype, z is None, softplus, cache_indices.dtype, force_fold is None, launch_options)
+        launch = pool.launches.get(signature)
+        if launch is None or launch.cursors is not cursors or not _same(launch.parameters, (A, D, dt_bias)):
+            raise LookupError
+    except (AttributeError, TypeError, ValueError, LookupError):  # a new signature, or not even tensors
         checks.check_step(pool, cursors, inputs, cache_indices, out, force_fold)
-        kernel = pool.kernels[signature] = _step_kernel(pool, inputs, cache_indices, force_fold, pdl, config)
+        inputs = _mamba2_decode(inputs)
+        x, dt, B, C, A, D, z, dt_bias, softplus = inputs
+        signature = (x.shape, dt.dtype, z is None, softplus, cache_indices.dtype, force_fold is None, launch_options)
+        launch = pool.launches[signature] = _make_launch(
+            pool, cursors, inputs, cache_indices, force_fold is not None, launch_options
+        )
     if checks.DEBUG:
         checks.check_rows(cursors, cache_indices, pad_slot_id)
     if out is None:
-        out = torch.empty(inputs[0].shape, dtype=inputs[0].dtype, device=pool.device)
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rows = (cache_indices, None if force_fold is None else force_fold.view(torch.uint8))
     try:
-        kernel(pool.tensors, _row_tensors(cursors, cache_indices, force_fold), inputs[:8], out, pad_slot_id)
+        launch.kernel(
+            launch.pool_array,
+            launch.cursor_array,
+            rows,
+            (x, dt, B, C, z),
+            launch.parameter_array,
+            out,
+            pad_slot_id,
+        )
     except (TypeError, ValueError):
         checks.check_step(pool, cursors, inputs, cache_indices, out, force_fold)
         raise
     return out
 
 
-def _signature(
-    inputs: Any, cache_indices: Tensor, force_fold: Tensor | None, pdl: bool, config: StepConfig | None
-) -> tuple[Any, ...]:
-    x, dt, _, _, _, D, z, dt_bias, softplus = inputs
-    return (
-        x.shape,
-        dt.dtype,
-        None if D is None else D.dtype,
-        z is None,
-        None if dt_bias is None else dt_bias.dtype,
-        softplus,
-        cache_indices.dtype,
-        force_fold is None,
-        pdl,
-        config,
+def _same(ours: tuple[object, ...], theirs: tuple[object, ...]) -> bool:
+    return ours[0] is theirs[0] and ours[1] is theirs[1] and ours[2] is theirs[2]
+
+
+def _mamba2_decode(inputs: Inputs) -> Mamba2Inputs:
+    """The inputs, if the CUDA kernels cover them."""
+    if not isinstance(inputs, Mamba2Inputs):
+        raise NotImplementedError(
+            f"inputs: CUDA kernels exist for Mamba2Inputs, got {type(inputs).__name__}; move the tensors to the CPU"
+        )
+    if inputs.x.shape[1] != 1:
+        raise NotImplementedError(
+            f"inputs.x: CUDA kernels decode 1 token a row, got T = {inputs.x.shape[1]}; move the tensors to the CPU"
+        )
+    return inputs
+
+
+def _make_launch(
+    pool: Pool,
+    cursors: Cursors,
+    inputs: Mamba2Inputs,
+    cache_indices: Tensor,
+    has_force_fold: bool,
+    launch_options: tuple[bool, StepConfig | None],
+) -> _Launch:
+    pdl, config = launch_options
+    plan = plan_step(
+        pool.layer,
+        pool.replay,
+        options_of(inputs),
+        arch=_arch(pool.device),
+        batch=inputs.x.shape[0],
+        rows=RowOptions(dtype_name(cache_indices.dtype), has_force_fold, pdl),
+        ring_layout=pool.ring_layout,
+        config=config,
     )
+    kernel = _kernels()[0].kernel(plan.key, plan.arch)
+    from tvm_ffi import convert
 
-
-def _row_tensors(cursors: Cursors, cache_indices: Tensor, force_fold: Tensor | None) -> tuple[Tensor | None, ...]:
-    force = None if force_fold is None else force_fold.view(torch.uint8)
-    return cache_indices, cursors.ring_start, cursors.num_committed, force
+    parameters = (inputs.A, inputs.D, inputs.dt_bias)
+    return _Launch(
+        kernel,
+        cursors,
+        parameters,
+        convert(pool.tensors),
+        convert((cursors.ring_start, cursors.num_committed)),
+        convert(parameters),
+    )
 
 
 def options_of(inputs: Mamba2Inputs) -> Mamba2Options:
@@ -265,36 +327,6 @@ def options_of(inputs: Mamba2Inputs) -> Mamba2Options:
         dt_bias_dtype=None if inputs.dt_bias is None else dtype_name(inputs.dt_bias.dtype),
         dt_softplus=bool(inputs.dt_softplus),
     )
-
-
-def _step_kernel(
-    pool: Pool,
-    inputs: Inputs,
-    cache_indices: Tensor,
-    force_fold: Tensor | None,
-    pdl: bool,
-    config: StepConfig | None,
-) -> Callable[..., None]:
-    if not isinstance(inputs, Mamba2Inputs):
-        raise NotImplementedError(
-            f"inputs: CUDA kernels exist for Mamba2Inputs, got {type(inputs).__name__}; move the tensors to the CPU"
-        )
-    num_draft = inputs.x.shape[1]
-    if num_draft != 1:
-        raise NotImplementedError(f"inputs.x: CUDA kernels decode 1 token a row, got T = {num_draft}; use the CPU")
-    plan = plan_step(
-        pool.layer,
-        pool.replay,
-        options_of(inputs),
-        arch=_arch(pool.device),
-        batch=inputs.x.shape[0],
-        ring_layout=pool.ring_layout,
-        rows=dtype_name(cache_indices.dtype),
-        has_force_fold=force_fold is not None,
-        pdl=pdl,
-        config=config,
-    )
-    return _kernels()[0].kernel(plan.key, plan.arch)
 
 
 def _commit_kernel(

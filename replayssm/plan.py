@@ -16,7 +16,7 @@ from cute_kernels.arch import ARCHES
 from cute_kernels.configs import (
     Mamba2Options,
     RingLayout,
-    RowSource,
+    RowOptions,
     StepConfig,
     StepKey,
     heuristic_config,
@@ -25,6 +25,7 @@ from cute_kernels.configs import (
 from replayssm.spec import LayerSpec, ReplaySpec
 
 Source = Literal["explicit", "heuristic"]
+DEFAULT_ROWS = RowOptions()
 
 
 @dataclass(frozen=True)
@@ -49,10 +50,8 @@ def plan_step(
     *,
     arch: str,
     batch: int,
+    rows: RowOptions = DEFAULT_ROWS,
     ring_layout: RingLayout = "record_major",
-    rows: RowSource = "int32",
-    has_force_fold: bool = False,
-    pdl: bool = False,
     config: StepConfig | None = None,
 ) -> Plan:
     """Plan a step of one token a row.
@@ -61,8 +60,8 @@ def plan_step(
         options: which optional tensors the layer has, and dtypes.
         arch: "sm_90a", "sm_100a" or "sm_103a".
         batch: rows of the step; steers the heuristic only.
+        rows: how the step is called.
         ring_layout: of the pool: "record_major", "head_major" or "strided".
-        rows: dtype of `cache_indices`, or "located" for a table made by `locate`.
         config: launch parameters, or None to have them chosen.
 
     Raises:
@@ -85,8 +84,6 @@ def plan_step(
         options=options,
         config=config or StepConfig(),
         rows=rows,
-        has_force_fold=has_force_fold,
-        pdl=pdl,
     )
     source: Source = "explicit"
     if config is None:

@@ -13,7 +13,6 @@ R is `ReplaySpec.ring_capacity`. A ring may be head-major in memory (the order o
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,7 +45,7 @@ class Pool:
     value: Tensor
     key: Tensor
     decay: Tensor
-    kernels: dict[Any, Callable[..., None]] = field(default_factory=dict, init=False, repr=False)
+    launches: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
     tensors: tuple[Tensor, Tensor, Tensor, Tensor] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -41,7 +41,7 @@ class Recurrence(Protocol):
     def value(self, inputs: Any) -> cute.Tensor:
         """The tensor that the tokens' value records come from, [rows, T, HV, V]."""
 
-    def load_token(self, inputs: Any, row: Any, head: Any) -> tuple[Any, ...]:
+    def load_token(self, inputs: Any, parameters: Any, row: Any, head: Any) -> tuple[Any, ...]:
         """Loads of what the token's gate needs; nothing is computed, so that later loads are not held up."""
 
     def gate(self, loaded: tuple[Any, ...]) -> Gate:
@@ -53,5 +53,8 @@ class Recurrence(Protocol):
     def load_epilogue(self, inputs: Any, row: Any, head: Any, channel: Any, inside: Any) -> Any:
         """Loads of what a channel's epilogue needs, none where `inside` is false."""
 
-    def finish(self, output: Any, loaded: Any) -> Float32:
+    def epilogue(self, loaded: Any) -> Any:
+        """What the epilogue computes from its loads alone, ahead of the output."""
+
+    def finish(self, output: Any, epilogue: Any) -> Float32:
         """The output of a channel after the layer's epilogue."""

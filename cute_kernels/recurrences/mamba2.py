@@ -8,7 +8,7 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Float32
 
-from cute_kernels.args import Mamba2Tensors
+from cute_kernels.args import Mamba2Parameters, Mamba2Tensors
 from cute_kernels.configs import SIZE_BYTES, Mamba2Options
 from cute_kernels.primitives.arithmetic import LOG2_E, silu, softplus
 from cute_kernels.recurrences.base import Gate
@@ -32,7 +32,7 @@ class Mamba2:
     def value(self, inputs: Mamba2Tensors) -> cute.Tensor:
         return inputs.x
 
-    def load_token(self, inputs: Mamba2Tensors, row: Any, head: Any) -> tuple[Any, ...]:
+    def load_token(self, inputs: Mamba2Tensors, parameters: Mamba2Parameters, row: Any, head: Any) -> tuple[Any, ...]:
         options = self.options
 
         def scalar(tensor: cute.Tensor | None, dtype: str | None, *index: Any) -> Float32 | None:
@@ -40,9 +40,9 @@ class Mamba2:
 
         return (
             scalar(inputs.dt, options.dt_dtype, row, 0, head),
-            scalar(inputs.dt_bias, options.dt_bias_dtype, head),
-            scalar(inputs.A, "float32", head),
-            scalar(inputs.D, options.D_dtype, head),
+            scalar(parameters.dt_bias, options.dt_bias_dtype, head),
+            scalar(parameters.A, "float32", head),
+            scalar(parameters.D, options.D_dtype, head),
         )
 
     def gate(self, loaded: tuple[Any, ...]) -> Gate:
@@ -62,5 +62,8 @@ class Mamba2:
         where = address(inputs.z, SIZE_BYTES[self.activation_dtype], row, 0, head, channel)
         return load_scalar_if(inside, where, self.activation_dtype)
 
-    def finish(self, output: Any, loaded: Any) -> Float32:
-        return output if loaded is None else output * silu(loaded)
+    def epilogue(self, loaded: Any) -> Any:
+        return None if loaded is None else silu(loaded)
+
+    def finish(self, output: Any, epilogue: Any) -> Float32:
+        return output if epilogue is None else output * epilogue

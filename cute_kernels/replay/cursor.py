@@ -8,7 +8,7 @@ from typing import Any
 import cutlass
 from cutlass import Boolean, Int32, Int64
 
-from cute_kernels.args import RowTensors
+from cute_kernels.args import CursorTensors, RowTensors
 from cute_kernels.primitives.arithmetic import select
 from cute_kernels.primitives.memory import load_byte, load_words
 
@@ -44,18 +44,14 @@ class RowCursor:
     capacity: Int32
 
     @classmethod
-    def located(cls, words: list[Any], capacity: int) -> RowCursor:
-        """From a row of the table that `locate` wrote."""
-        slot, start, count, folds = (Int32(word) for word in words)
-        return cls(Int64(slot), start, count, folds != 0, Int32(capacity))
-
-    @classmethod
-    def load(cls, rows: RowTensors, row: Any, slot: Any, *, capacity: Any, window: int, tokens: int) -> RowCursor:
-        """Read a live row's cursor and decide by the fold rule for a step of `tokens` tokens."""
+    def load(
+        cls, cursors: CursorTensors, slot: Any, forced: Boolean | None, *, capacity: Any, window: int, tokens: int
+    ) -> RowCursor:
+        """Read a live slot's cursor and decide by the fold rule for a step of `tokens` tokens; see `load_force`."""
         offset = Int64(slot) * 4
-        start = Int32(load_words(rows.ring_start.iterator.toint() + offset, 1)[0])
-        count = Int32(load_words(rows.num_committed.iterator.toint() + offset, 1)[0])
-        folds = folds_by_rule(count, tokens, window, load_force(rows, row))
+        start = Int32(load_words(cursors.ring_start.iterator.toint() + offset, 1)[0])
+        count = Int32(load_words(cursors.num_committed.iterator.toint() + offset, 1)[0])
+        folds = folds_by_rule(count, tokens, window, forced)
         return cls(Int64(slot), start, count, folds, Int32(capacity))
 
     def physical(self, logical: Any) -> Int32:

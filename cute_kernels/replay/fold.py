@@ -111,7 +111,6 @@ def fold_tile(
     statics: cutlass.Constexpr,
     state: Int32,
     checkpoint: Int64,
-    products: Int32,
     num_records: Int32,
     decay: Float32,
     query: cute.Tensor,
@@ -119,9 +118,9 @@ def fold_tile(
     """Fold the staged records into the tile in shared memory and write the tile to the checkpoint.
 
     Args:
-        state: shared address of the tile [rows][K] as read from the checkpoint.
+        state: shared address of the tile [rows][K] as read from the checkpoint; the first word of each row receives
+            the new row's product with the query, a float, once its lanes, all of one warp, have read the row.
         checkpoint: global address of the same tile.
-        products: shared address of float [rows]; receives each new row's product with the query.
         num_records: staged records; zeros follow up to a multiple of `RECORD_UNROLL`.
         decay: product of the decays of all staged records.
         query: this thread's columns of the query, in registers.
@@ -157,11 +156,11 @@ def fold_tile(
                 for e in cutlass.range_constexpr(tile.vector):
                     dot = dot + part[e] * query[c * tile.vector + e]
             dots.append(dot)
-        store_products(stage, statics, products, dots, first_row)
+        store_products(stage, statics, state, dots, first_row)
 
 
-def store_products(stage: FoldStage, statics: FoldStatics, products: Any, dots: list[Any], first_row: Any) -> None:
-    """Sum the dots of this thread's rows over the row's lanes and write them to float [rows] in shared memory."""
+def store_products(stage: FoldStage, statics: FoldStatics, state: Any, dots: list[Any], first_row: Any) -> None:
+    """Sum the dots of this thread's rows over the row's lanes and write each to the first word of its row."""
     tile = statics.tile
     masks = tuple(1 << b for b in reversed(range(tile.fold_lanes.bit_length() - 1)))
     kept = transposing_sum(dots, stage.column_lane, masks)
@@ -169,4 +168,4 @@ def store_products(stage: FoldStage, statics: FoldStatics, products: Any, dots: 
     for i, dot in enumerate(kept):
         inside = owner & (first + i < tile.fold_block)
         row = first_row + (first + i) * tile.fold_rows
-        store_shared_if(inside, products + row * 4, [dot.bitcast(Int32)])
+        store_shared_if(inside, state + row * (tile.d_state * tile.state_size), [dot.bitcast(Int32)])

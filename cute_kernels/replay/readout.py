@@ -9,7 +9,7 @@ from cutlass import Float32, Int32
 
 from cute_kernels.configs import LANES_PER_RECORD, Tile
 from cute_kernels.primitives.bulk import bulk_wait
-from cute_kernels.primitives.convert import unpack
+from cute_kernels.primitives.convert import DotProduct, unpack
 from cute_kernels.primitives.memory import load_shared, store_shared_if
 from cute_kernels.primitives.reduce import sum_lanes, transposed_place, transposing_sum
 
@@ -19,11 +19,10 @@ RECORD_LANES = (16, 8)  # masks of the lanes that hold other records in the same
 
 def score(key: list[list[Any]], query: list[list[Any]], dtype: str) -> Float32:
     """Dot product of a record's key with the query, known in the 8 lanes that share it."""
-    total = Float32(0.0)
+    product = DotProduct(dtype)
     for words, values in zip(key, query, strict=True):
-        for k, q in zip(unpack(words, dtype), values, strict=True):
-            total = total + k * q
-    return sum_lanes(total, ROW_LANES)
+        product.add(words, values)
+    return sum_lanes(product.total(), ROW_LANES)
 
 
 def add_weighted(sums: list[Any], values: list[list[Any]], weight: Any, dtype: str) -> list[Any]:
@@ -86,10 +85,9 @@ def read_tile(
         while arrived < needed:
             arrived += 1
             bulk_wait(barriers, arrived)
-        total = Float32(0.0)
+        product = DotProduct(dtype)
         for c in range(tile.key_chunks):
             words = load_shared(base, 4, offset=i * tile.readout_rows * row_bytes + c * LANES_PER_RECORD * 16)
-            for s, q in zip(unpack(words, dtype), query[c], strict=True):
-                total = total + s * q
-        sums.append(total)
+            product.add(words, query[c])
+        sums.append(product.total())
     return transposing_sum(sums, lane, ROW_LANES)

@@ -6,7 +6,8 @@
     model.generate(...)             # as always: batches, left padding, sampling, beams
     disable(model)
 
-Tested with the model types mamba2, nemotron_h, bamba, granitemoehybrid, zamba2 and falcon_h1 of transformers 5.17.
+Tested with the model types mamba2, nemotron_h, bamba, granitemoehybrid, zamba2 and falcon_h1 of transformers 5.17.0 to
+5.24.0. `enable` refuses a version whose layers or caches are not built as these are.
 
 What runs where. A forward with several tokens (prefill, chunked prefill) is the model's own. A forward with one token
 on a cache that has a state decodes here: the projections, the convolution with its state in the cache, the gated norm
@@ -28,6 +29,7 @@ as it does without ReplaySSM.
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 import sys
 from collections import UserDict
@@ -86,11 +88,13 @@ def enable(model: nn.Module, *, window: int = 16, checkpoint_dtype: torch.dtype 
         ImportError: transformers is missing or older than 5.17.
         ValueError: `window` is out of range or a layer has sizes that no pool can hold.
         NotImplementedError: no layer of a supported family, a dtype, layer size or GPU without a kernel, layers on
-            several devices, or layers whose `forward` something else has replaced.
+            several devices, layers whose `forward` something else has replaced, or a version of transformers whose
+            layers or caches are built differently.
         RuntimeError: the model is enabled already.
     """
     _require_transformers()
     mixers = _find_mixers(model)
+    _check_version({type(mixer) for mixer in mixers.values()})
     for name, mixer in mixers.items():
         if isinstance(mixer.__dict__.get("forward"), _MixerForward):
             raise RuntimeError(f"model: expected one without ReplaySSM, got {name} enabled; call disable(model) first")
@@ -141,23 +145,25 @@ class _MixerForward:
         self.layer = _layer_spec(mixer)
 
     def __call__(
-        self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
+        self, hidden_states: Tensor, cache: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
         mixer = self.mixer
+        if cache is None:
+            cache = kwargs.pop("cache_params", None)  # its name before transformers 5.24
         if (
-            cache_params is None
+            cache is None
             or hidden_states.shape[1] != 1
-            or attention_mask is not None
-            or not cache_params.has_previous_state(mixer.layer_idx)
-            or cache_params.layers[mixer.layer_idx].record_past
+            or not cache.has_previous_state(mixer.layer_idx)
+            or cache.layers[mixer.layer_idx].record_past
         ):
-            return type(mixer).forward(
-                mixer, hidden_states, cache_params=cache_params, attention_mask=attention_mask, **kwargs
-            )
+            return type(mixer).forward(mixer, hidden_states, cache, attention_mask, **kwargs)
+        if attention_mask is not None:
+            # The models pass none here, since a decoded token is no padding.
+            raise NotImplementedError("attention_mask of a Mamba-2 layer for a single decoded token; pass None")
         if torch.compiler.is_compiling():
             # Without fullgraph this makes a graph break, and the frame runs eagerly.
             raise NotImplementedError("torch.compile with fullgraph=True of a ReplaySSM step; compile without it")
-        return self._decode(hidden_states, cache_params)
+        return self._decode(hidden_states, cache)
 
     def _decode(self, hidden_states: Tensor, cache: Any) -> Tensor:
         mixer, layer, rows = self.mixer, self.layer, hidden_states.shape[0]
@@ -342,9 +348,38 @@ def _common_ancestor(model: nn.Module, names: list[str]) -> nn.Module:
 
 def _require_transformers() -> None:
     try:
-        from transformers.cache_utils import LinearAttentionCacheLayerMixin
+        import transformers
 
-        if not hasattr(LinearAttentionCacheLayerMixin, "activate_past_recording"):
-            raise ImportError("its cache layers are older")
+        if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 17):
+            raise ImportError(f"got {transformers.__version__}")
     except ImportError as error:
         raise ImportError(f"transformers 5.17 or newer is needed ({error}); pip install 'replayssm[hf]'") from error
+
+
+def _check_version(kinds: set[type[nn.Module]]) -> None:
+    """Refuse a transformers in which a step would fail, or be left out while the model's own decode runs."""
+    import transformers
+
+    missing = []
+    for kind in kinds:
+        signature = inspect.signature(kind.forward)
+        parameters = [p for p in signature.parameters.values() if p.kind != p.VAR_KEYWORD]
+        names = ["cache" if p.name == "cache_params" else p.name for p in parameters]
+        plain = all(p.kind == p.POSITIONAL_OR_KEYWORD for p in parameters)
+        if not plain or names != ["self", "hidden_states", "cache", "attention_mask"]:
+            wanted = "(self, hidden_states, cache or cache_params, attention_mask, **kwargs)"
+            missing.append(f"{kind.__name__}.forward{wanted}, got {signature}")
+        if not callable(getattr(sys.modules[kind.__module__], "causal_conv1d_update", None)):
+            missing.append(f"a function causal_conv1d_update in {kind.__module__}, got none")
+    layer = getattr(transformers.cache_utils, "LinearAttentionLayer", None)
+    attributes = vars(layer()) if layer else {}
+    wanted_types = {"conv_states": dict, "recurrent_states": dict, "has_previous_state": dict, "record_past": bool}
+    for name, wanted_type in wanted_types.items():
+        got = attributes.get(name)
+        if not isinstance(got, wanted_type):
+            missing.append(f"a {wanted_type.__name__} {name} in LinearAttentionLayer of cache_utils, got {got!r}")
+    if missing:
+        raise NotImplementedError(
+            f"transformers {transformers.__version__}: expected {'; '.join(missing)}. ReplaySSM knows the layers of "
+            "transformers 5.17 to 5.24; install one of these"
+        )

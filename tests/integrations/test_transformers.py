@@ -13,6 +13,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -110,8 +113,16 @@ def generate(model: Any, count: int = len(SINGLE), **options: Any) -> Tensor:
     return model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=count, do_sample=False, **options)
 
 
+def cache_name(model: Any) -> str:
+    """What the forward of a model calls its cache: `cache` since transformers 5.24, one of two names before."""
+    forward = type(getattr(model, "_orig_mod", model)).forward  # torch.compile wraps the model
+    names = {"cache", "cache_params", "past_key_values"} & set(inspect.signature(forward).parameters)
+    assert len(names) == 1
+    return names.pop()
+
+
 def forward(model: Any, ids: Tensor, mask: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
-    name = "cache_params" if model.config.model_type == "mamba2" else "past_key_values"
+    name = cache_name(model)
     result = model(input_ids=ids, attention_mask=mask, use_cache=True, logits_to_keep=ids.shape[1], **{name: cache})
     return result.logits, result[name]
 
@@ -173,7 +184,7 @@ def test_low_precision_models(dtype: torch.dtype) -> None:
 
 
 def test_falcon_h1_with_its_gated_norm_at_batch_one() -> None:
-    """At larger batches the decode of transformers 5.17 itself mixes the rows of this variant."""
+    """At larger batches the decode of transformers 5.17 to 5.24 itself mixes the rows of this variant."""
     model = build("falcon_h1", mamba_rms_norm=True)
     ids = tokens()[0][:1, :PROMPT]
     expected = model.generate(ids, max_new_tokens=20, do_sample=False)
@@ -312,7 +323,7 @@ def test_one_commit_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     enable(model, window=16)
     _, cache = feed(model, (PROMPT, 1, 1))
     assert len(calls) == 2
-    model.model(input_ids=tokens()[0][:, :1], past_key_values=cache, use_cache=True)
+    model.model(input_ids=tokens()[0][:, :1], use_cache=True, **{cache_name(model): cache})
     assert len(calls) == 3
     assert cache._replayssm_records.cursors.num_committed.tolist() == [3] * ROWS
 
@@ -382,6 +393,109 @@ def test_an_enabled_or_patched_model_is_refused(mamba2: Any) -> None:
     mixer.forward = mixer.forward
     with pytest.raises(NotImplementedError, match="replaced"):
         enable(mamba2)
+
+
+def forward_with_another_name(self: Any, hidden_states: Any, state: Any = None, attention_mask: Any = None) -> None: ...
+
+
+def forward_with_another_order(
+    self: Any, hidden_states: Any, attention_mask: Any = None, cache: Any = None, **kwargs: Any
+) -> None: ...
+
+
+def forward_with_one_more(
+    self: Any, hidden_states: Any, cache: Any = None, attention_mask: Any = None, seq_idx: Any = None, **kwargs: Any
+) -> None: ...
+
+
+def forward_with_keywords_only(
+    self: Any, hidden_states: Any, *, cache: Any = None, attention_mask: Any = None, **kwargs: Any
+) -> None: ...
+
+
+def forward_with_what_you_like(self: Any, *args: Any, **kwargs: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        forward_with_another_name,
+        forward_with_another_order,
+        forward_with_one_more,
+        forward_with_keywords_only,
+        forward_with_what_you_like,
+    ],
+)
+def test_a_mixer_that_is_called_differently_is_refused(
+    mamba2: Any, monkeypatch: pytest.MonkeyPatch, other: Callable[..., None]
+) -> None:
+    attributes = traces(mamba2)
+    monkeypatch.setattr(type(mamba2.backbone.layers[0].mixer), "forward", other)
+    with pytest.raises(NotImplementedError) as refusal:
+        enable(mamba2)
+    for part in (
+        transformers.__version__,
+        "Mamba2Mixer.forward(self, hidden_states, cache",
+        str(inspect.signature(other)),
+    ):
+        assert part in str(refusal.value)
+    assert traces(mamba2) == attributes
+
+
+def test_a_mixer_without_its_convolution_function_is_refused(mamba2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(sys.modules[type(mamba2.backbone.layers[0].mixer).__module__], "causal_conv1d_update")
+    with pytest.raises(NotImplementedError, match=rf"{transformers.__version__}.*causal_conv1d_update"):
+        enable(mamba2)
+
+
+@pytest.mark.parametrize("change", ["no class", "recurrent_states", "conv_states", "record_past", "has_previous_state"])
+def test_a_cache_that_is_built_differently_is_refused(
+    mamba2: Any, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    attributes, layer = traces(mamba2), transformers.cache_utils.LinearAttentionLayer
+    enable(mamba2)
+    disable(mamba2)
+
+    def changed() -> Any:
+        other = layer()
+        setattr(other, change, [None])
+        return other
+
+    if change == "no class":
+        monkeypatch.delattr(transformers.cache_utils, "LinearAttentionLayer")
+    else:
+        monkeypatch.setattr(transformers.cache_utils, "LinearAttentionLayer", changed)
+    wanted = "LinearAttentionLayer" if change == "no class" else f"{change} in LinearAttentionLayer"
+    with pytest.raises(NotImplementedError, match=rf"transformers {transformers.__version__}: .*{wanted}"):
+        enable(mamba2)
+    assert traces(mamba2) == attributes
+
+
+def test_an_older_transformers_is_refused(mamba2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The module that was imported first may be another one: transformers puts a lazy module in its own place.
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.16.2")
+    with pytest.raises(ImportError, match=r"5\.17 or newer.*5\.16\.2"):
+        enable(mamba2)
+
+
+@pytest.mark.parametrize("name", ["by position", "cache", "cache_params"])
+def test_a_mixer_called_directly_decodes_here_whatever_its_cache_is_called(mamba2: Any, name: str) -> None:
+    mixer, hidden = mamba2.backbone.layers[0].mixer, torch.randn(ROWS, 1, 32)
+    enable(mamba2, window=4)
+    _, cache = feed(mamba2, (PROMPT,))
+    if name == "by position":
+        mixer(hidden, cache)
+    else:
+        mixer(hidden, **{name: cache})
+    assert cache._replayssm_records.stepped == {0}
+
+
+def test_a_mask_of_a_decoded_token_is_refused(mamba2: Any) -> None:
+    mixer, hidden, mask = mamba2.backbone.layers[0].mixer, torch.randn(ROWS, 1, 32), torch.ones(ROWS, 1)
+    enable(mamba2)
+    _, cache = feed(mamba2, (PROMPT,))
+    with pytest.raises(NotImplementedError, match="attention_mask"):
+        mixer(hidden, cache, mask)
 
 
 def test_gradients_are_refused(mamba2: Any) -> None:

@@ -1,0 +1,396 @@
+"""Random Mamba-2 steps of one token, what each must give in float64, and what a run got wrong.
+
+A `Scene` says how many records each row has pending; `Scene.on` makes its tensors, the same numbers on every device.
+All that no output may depend on is NaN from the start: ring rows that are not pending, slots that no row uses, inputs
+of padding rows. Inputs are drawn in the dtype that they are passed in, so float64 sees exactly what a kernel sees.
+
+`mistakes` runs the public step and compares everything that it may write; on CPU tensors that step is the torch twin,
+so what runs here without a GPU shows that the comparison accepts a right step and, with `before` or `after`, that it
+refuses a wrong one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import replayssm
+from cute_kernels.configs import RingLayout
+from replayssm import Cursors, LayerSpec, Mamba2Inputs, Pool, ReplaySpec, make_pool
+from replayssm.pool import record_shapes
+from replayssm.reference import recurrence
+from replayssm.reference import replay as reference
+from tests.helpers.cases import ODD, Case
+from tests.helpers.tolerance import excess, same_bytes
+
+F32, F64 = torch.float32, torch.float64
+PAD = -1  # in `Scene.counts`: the row is padding
+NAMES = ("checkpoint", "value", "key", "decay")
+
+
+def _base() -> Case:
+    """The geometry of the behaviour tests: two groups of two heads, so that heads, groups and rows can be mixed up."""
+    case = next(c for c in ODD if c.recurrence == "mamba2" and (c.V, c.K, c.window) == (64, 64, 5))
+    return replace(case, HV=4, HK=2)
+
+
+BASE = _base()
+
+
+@dataclass(frozen=True)
+class Given:
+    """Which optional inputs a layer has, by dtype; `dt` is the activation dtype when None."""
+
+    D: torch.dtype | None = F32
+    z: bool = True
+    dt_bias: torch.dtype | None = F32
+    dt_softplus: bool = True
+    dt: torch.dtype | None = None
+
+    @property
+    def id(self) -> str:
+        present = [name for name in ("D", "z", "dt_bias", "dt_softplus") if getattr(self, name)]
+        return "+".join(present) or "none"
+
+
+ALL, BARE = Given(), Given(None, False, None, False)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One step.
+
+    Args:
+        case: geometry, window and dtypes.
+        counts: pending records of each row's slot, 0 to the window, or PAD.
+        forced: rows that are asked to fold; None passes no mask at all.
+        given: the optional inputs.
+        starts: ring start of each row's slot; random when None.
+        ring_layout: "strided" makes rings that are packed neither way.
+        capacity: ring rows; two more than needed when 0.
+        index_dtype: of `cache_indices`.
+        seed: of everything drawn.
+    """
+
+    case: Case
+    counts: tuple[int, ...]
+    forced: tuple[int, ...] | None = ()
+    given: Given = ALL
+    starts: tuple[int, ...] | None = None
+    ring_layout: RingLayout = "record_major"
+    capacity: int = 0
+    index_dtype: torch.dtype = torch.int64
+    seed: int = 0
+
+    @property
+    def replay(self) -> ReplaySpec:
+        capacity = self.capacity or self.case.window + self.case.T + 2
+        return replace(self.case.replay, ring_capacity=capacity)
+
+    def on(self, device: torch.device | str) -> Work:
+        """The tensors of the step, with two slots that no row uses."""
+        generator, replay = torch.Generator().manual_seed(self.seed), self.replay
+        live = torch.tensor([count != PAD for count in self.counts])
+        slots = int(live.sum()) + 2
+        indices = torch.full((len(self.counts),), -1)
+        indices[live] = torch.randperm(slots, generator=generator)[: slots - 2]
+        start = torch.full((slots,), torch.iinfo(torch.int32).min, dtype=torch.int32)
+        count = start.clone()
+        drawn = torch.randint(replay.ring_capacity, (len(self.counts),), generator=generator)
+        chosen = drawn if self.starts is None else torch.tensor(self.starts)
+        start[indices[live]] = chosen[live].int()
+        count[indices[live]] = torch.tensor(self.counts)[live].int()
+        pool = random_pool(self.case.layer, replay, start, count, generator, self.ring_layout)
+        inputs = make_inputs(self.case, len(self.counts), generator, self.given)
+        inputs = per_token(inputs, lambda x: x.masked_fill(~live.view(-1, *[1] * (x.dim() - 1)), float("nan")))
+        force = None
+        if self.forced is not None:
+            force = torch.zeros(len(self.counts), dtype=torch.bool)
+            force[list(self.forced)] = True
+        work = Work(pool, Cursors(replay, start, count), inputs, indices.to(self.index_dtype), force)
+        return work.to(torch.device(device))
+
+
+@dataclass
+class Work:
+    """The tensors of one step, as `replayssm.step` takes them."""
+
+    pool: Pool
+    cursors: Cursors
+    inputs: Mamba2Inputs
+    cache_indices: Tensor
+    force_fold: Tensor | None = None
+    pad_slot_id: int = -1
+
+    def to(self, device: torch.device) -> Work:
+        """The same step in memory of its own, with the same strides, on a device."""
+        tensors = {name: _like(getattr(self.pool, name), device) for name in NAMES}
+        inputs = self.inputs._replace(
+            **{n: _like(t, device) for n, t in self.inputs._asdict().items() if isinstance(t, Tensor)}
+        )
+        return replace(
+            self,
+            pool=Pool(self.pool.layer, self.pool.replay, **tensors),
+            cursors=copy_cursors(self.cursors, device),
+            inputs=inputs,
+            cache_indices=_like(self.cache_indices, device),
+            force_fold=None if self.force_fold is None else _like(self.force_fold, device),
+        )
+
+    def clone(self) -> Work:
+        return self.to(self.pool.device)
+
+    def step(self, **options: Any) -> Tensor:
+        """The public verb on these tensors; `options` are added to its arguments."""
+        arguments = {"cache_indices": self.cache_indices, "force_fold": self.force_fold}
+        arguments |= {"pad_slot_id": self.pad_slot_id, **options}
+        return replayssm.step(self.pool, self.cursors, self.inputs, **arguments)
+
+    def commit(self, **options: Any) -> None:
+        arguments = {"cache_indices": self.cache_indices, "force_fold": self.force_fold}
+        replayssm.commit(self.cursors, **(arguments | {"pad_slot_id": self.pad_slot_id, **options}))
+
+    @property
+    def live(self) -> Tensor:
+        """[rows] bool: rows that are no padding."""
+        return (self.cache_indices >= 0) & (self.cache_indices != self.pad_slot_id)
+
+    def fold_counts(self) -> Tensor:
+        """[live rows] int64: records that this step folds, by the rule of the docstrings."""
+        count = self.cursors.num_committed[self.slots].long()
+        folds = count + 1 > self.pool.replay.window
+        if self.force_fold is not None:
+            folds |= self.force_fold[self.live]
+        return count.where(folds, 0)
+
+    @property
+    def slots(self) -> Tensor:
+        """[live rows] int64."""
+        return self.cache_indices[self.live].long()
+
+    def written(self) -> list[Tensor]:
+        """Every tensor that a verb may write."""
+        return [*self.pool.tensors, self.cursors.ring_start, self.cursors.num_committed]
+
+
+def _like(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy with the same strides, gaps included."""
+    extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    memory = torch.full((extent,), 0, dtype=tensor.dtype, device=device)
+    return memory.as_strided(tensor.shape, tensor.stride()).copy_(tensor)
+
+
+def copy_cursors(cursors: Cursors, device: torch.device | None = None) -> Cursors:
+    """Cursors of the same values in memory of their own."""
+    start, count = (t.to(device or t.device, copy=True) for t in (cursors.ring_start, cursors.num_committed))
+    return Cursors(cursors.replay, start, count)
+
+
+def random_pool(
+    layer: LayerSpec, replay: ReplaySpec, start: Tensor, count: Tensor, generator: torch.Generator, layout: RingLayout
+) -> Pool:
+    """A pool on the CPU with random states and records; NaN in all that is not pending, by `start` and `count`.
+
+    A slot with a negative count holds nothing but NaN.
+    """
+    slots, rows = len(start), torch.arange(replay.ring_capacity)
+    live = ((rows - start[:, None]) % replay.ring_capacity < count[:, None])[:, None]
+    pool = make_pool(layer, replay, slots, ring_layout="record_major" if layout == "strided" else layout)
+    if layout == "strided":
+        tensors = {
+            name: torch.zeros((slots, shape[0], shape[1] + 1, *shape[2:]), dtype=dtype)[:, :, : shape[1]]
+            for name, (shape, dtype) in record_shapes(layer, replay).items()
+            if name != "checkpoint"
+        }
+        pool = Pool(layer, replay, pool.checkpoint, **tensors)
+    pool.checkpoint.copy_(torch.randn(pool.checkpoint.shape, generator=generator))
+    pool.checkpoint[count < 0] = float("nan")
+    pool.value.copy_(torch.randn(pool.value.shape, generator=generator))
+    pool.key.copy_(torch.randn(pool.key.shape, generator=generator))
+    pool.decay.copy_(torch.rand(pool.decay.shape, generator=generator))
+    for ring in pool.tensors[1:]:
+        ring.masked_fill_(~(live[..., None] if ring.dim() == 4 else live), float("nan"))
+    return pool
+
+
+def make_inputs(case: Case, rows: int, generator: torch.Generator, given: Given = ALL) -> Mamba2Inputs:
+    """One random token a row, on the CPU; the rates of the heads run from a long memory to a short one."""
+    activation, heads = case.activation, case.HV
+
+    def normal(*shape: int, dtype: torch.dtype = activation) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    dt = torch.randn(rows, 1, heads, generator=generator)
+    if not given.dt_softplus:  # it must not be negative, or the state grows
+        dt = dt.abs() / 4
+    bias = torch.linspace(-4.0, 0.5, heads) if given.dt_softplus else torch.linspace(0.0, 0.5, heads)
+    return Mamba2Inputs(
+        x=normal(rows, 1, heads, case.V),
+        dt=dt.to(given.dt or activation),
+        B=normal(rows, 1, case.HK, case.K),
+        C=normal(rows, 1, case.HK, case.K),
+        A=-torch.logspace(-1.5, 0.6, heads),
+        D=None if given.D is None else normal(heads, dtype=given.D),
+        z=normal(rows, 1, heads, case.V) if given.z else None,
+        dt_bias=None if given.dt_bias is None else bias.to(given.dt_bias),
+        dt_softplus=given.dt_softplus,
+    )
+
+
+def per_token(inputs: Mamba2Inputs, change: Callable[[Tensor], Tensor]) -> Mamba2Inputs:
+    """`change` applied to every tensor that has a row axis."""
+    return inputs._replace(
+        **{n: change(t) for n, t in inputs._asdict().items() if isinstance(t, Tensor) and t.dim() > 2}
+    )
+
+
+Change = Callable[[Work], object]
+
+
+def mistakes(
+    work: Work,
+    *,
+    before: Change | None = None,
+    after: Callable[[Work, Tensor], object] | None = None,
+    **options: Any,
+) -> list[str]:
+    """Run one step in place and say what is wrong with it; an empty list means nothing.
+
+    Args:
+        before: a change to make between computing what is right and running the step; for teeth.
+        after: a change to make to the work and the output once the step has run; for teeth.
+        options: for `Work.step`.
+    """
+    given, exact, twin = work.clone(), work.clone(), work.clone()
+    live, slots, folded, A = work.live, work.slots, work.fold_counts(), work.inputs.A
+    places = (work.cursors.ring_start[slots] + work.cursors.num_committed[slots]) % work.pool.replay.ring_capacity
+    states = [reference.fold(given.pool, given.cursors, slots, folded, A=A, dtype=dtype) for dtype in (F64, F32)]
+    want = torch.empty(work.inputs.x.shape, dtype=F64, device=work.pool.device)
+    _reference_step(exact, want, F64)
+    baseline = _reference_step(twin, None, F32)
+    if before is not None:
+        before(work)
+    out = work.step(**options)
+    if after is not None:
+        after(work, out)
+
+    findings = [] if bool((out[~live] == 0).all()) else ["output: padding rows are not zero"]
+    findings += excess("output", out[live], baseline[live], want[live], keep=(0, 2))
+    folds = folded > 0
+    stored, kept = work.pool.checkpoint[slots[folds]], states[1][folds].to(work.pool.checkpoint.dtype)
+    findings += excess("checkpoint", stored, kept, states[0][folds], keep=(0, 1))
+    findings += _appended(work, given, slots, places.long())
+    given.pool.checkpoint[slots[folds]] = stored
+    for name in NAMES:
+        if not same_bytes(getattr(work.pool, name), getattr(given.pool, name)):
+            findings.append(f"{name}: bytes beside the appended records and the folded states changed")
+    for name in ("ring_start", "num_committed"):
+        if not torch.equal(getattr(work.cursors, name), getattr(given.cursors, name)):
+            findings.append(f"{name}: a step must leave the cursors")
+    return findings
+
+
+def _reference_step(work: Work, out: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return reference.step(
+        work.pool,
+        work.cursors,
+        work.inputs,
+        cache_indices=work.cache_indices,
+        out=out,
+        force_fold=work.force_fold,
+        pad_slot_id=work.pad_slot_id,
+        dtype=dtype,
+    )
+
+
+def _appended(work: Work, given: Work, slots: Tensor, places: Tensor) -> list[str]:
+    """x and B must arrive bit for bit, dt within its bound. Copies the appended records into `given`."""
+    findings, live = [], work.live
+    for name, wanted in (("value", work.inputs.x), ("key", work.inputs.B)):
+        got = getattr(work.pool, name)[slots, :, places]
+        if not same_bytes(got, wanted[live, 0]):
+            findings.append(f"{name}: the appended record is not the input")
+        getattr(given.pool, name)[slots, :, places] = got
+    got = work.pool.decay[slots, :, places]
+    exact, twin = (recurrence.mamba2_dt(work.inputs, dtype)[live, 0] for dtype in (F64, F32))
+    findings += excess("decay: the appended record", got, twin, exact, keep=(0,))
+    given.pool.decay[slots, :, places] = got
+    return findings
+
+
+def busy_counts(window: int) -> tuple[int, ...]:
+    """Rows that read with few and with many records, rows that fold a full window, and padding, mixed."""
+    return (0, window, PAD, window - 1, window // 2, window, 1 if window > 1 else 0, PAD, window // 2)
+
+
+def busy_scene(case: Case, **changes: Any) -> Scene:
+    """`busy_counts` with a forced row that has records (the last), one without (the first) and a padding row (2)."""
+    return Scene(case, busy_counts(case.window), **({"forced": (0, 2, 8)} | changes))
+
+
+class Trace:
+    """A pool driven over random steps by the public verbs, beside the float64 recurrence and the float32 twin.
+
+    The slots start with random states and pending records. Each step takes the slots in random order, makes some rows
+    padding (with NaN inputs and a senseless `num_accepted`), forces some to fold and accepts 0 or 1 token of each.
+    """
+
+    def __init__(self, case: Case, device: torch.device, *, slots: int = 6, seed: int = 0) -> None:
+        counts = tuple(case.window * i // (slots - 1) for i in range(slots))
+        work = Scene(case, counts, seed=seed).on(device)
+        twin = work.clone()
+        self.case, self.work, self.twin, self.slots = case, work, twin, work.slots
+        self.generator = torch.Generator().manual_seed(seed)
+        self.state = self._state(work)
+        self.outputs: dict[str, list[Tensor]] = {"got": [], "exact": [], "twin": []}
+
+    def _state(self, work: Work) -> Tensor:
+        """The float64 state of every slot that its checkpoint and records stand for."""
+        count = work.cursors.num_committed[self.slots].long()
+        return reference.fold(work.pool, work.cursors, self.slots, count, A=work.inputs.A, dtype=F64)
+
+    def _draw(self, one_in: int) -> Tensor:
+        return torch.randint(one_in, (len(self.slots),), generator=self.generator) == 0
+
+    def step(self) -> None:
+        """One model step: `step`, then `commit`."""
+        rows, device = len(self.slots), self.slots.device
+        order = torch.randperm(rows, generator=self.generator)
+        padding, forced, rejected = self._draw(4), self._draw(8), self._draw(3)
+        inputs = make_inputs(self.case, rows, self.generator)
+        inputs = per_token(inputs, lambda x: x.masked_fill(padding.view(-1, *[1] * (x.dim() - 1)), float("nan")))
+        inputs = inputs._replace(
+            A=self.work.inputs.A,
+            **{n: t.to(device) for n, t in inputs._asdict().items() if isinstance(t, Tensor) and n != "A"},
+        )
+        indices = self.slots[order.to(device)].masked_fill(padding.to(device), -1)
+        accepted = (~rejected).int().masked_fill(padding, torch.iinfo(torch.int32).max).to(device)
+        for work in (self.work, self.twin):
+            work.inputs, work.cache_indices, work.force_fold = inputs, indices, forced.to(device)
+        live = ~padding.to(device)
+        where = order.to(device)[live]
+        self.outputs["got"].append(self.work.step()[live, 0])
+        self.outputs["twin"].append(_reference_step(self.twin, None, F32)[live, 0])
+        exact, after = recurrence.run(per_token(inputs, lambda x: x[live]), self.state[where], F64)
+        self.outputs["exact"].append(exact[:, 0])
+        taken = ~rejected.to(device)[live]
+        self.state[where[taken]] = after[taken]
+        self.work.commit(num_accepted=accepted)
+        reference.commit(
+            self.twin.cursors, cache_indices=indices, num_accepted=accepted, force_fold=self.work.force_fold
+        )
+
+    def mistakes(self) -> list[str]:
+        """What is wrong with all outputs so far, with the state that the slots stand for, and with the cursors."""
+        got, exact, twin = (torch.cat(self.outputs[name]) for name in ("got", "exact", "twin"))
+        findings = excess("output", got, twin, exact, keep=(1,))
+        states = self._state(self.work), self._state(self.twin)
+        findings += excess("state", *states, self.state, keep=(1,), dtype=self.case.checkpoint)
+        for name in ("ring_start", "num_committed"):
+            if not torch.equal(getattr(self.work.cursors, name), getattr(self.twin.cursors, name)):
+                findings.append(f"{name}: not what the rule says")
+        return findings
