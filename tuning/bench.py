@@ -83,13 +83,12 @@ class Machine:
         except ImportError as error:
             raise NotImplementedError("nvidia-cutlass-dsl does not import here; install it to benchmark") from error
         timer = GraphTimer()
-        sink = torch.zeros(128, dtype=torch.int32, device=device).view(torch.uint32)
         return cls(
             device=device,
             device_name=torch.cuda.get_device_name(device),
             timer=timer,
-            probe=lambda words, rounds: probe(words, sink, timer=timer, arch=arch, rounds=rounds),
-            reader=lambda words: partial(launch_read, words, sink, arch),
+            probe=lambda words, rounds: probe(words, timer=timer, arch=arch, rounds=rounds),
+            reader=lambda words: partial(launch_read, words, arch),
             synchronize=torch.cuda.synchronize,
         )
 

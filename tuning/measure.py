@@ -233,12 +233,11 @@ class Probes:
         return Rates(read=self.num_bytes / self.read.median_us, read_write=2 * self.num_bytes / self.rewrite.median_us)
 
 
-def probe(words: Tensor, sink: Tensor, *, timer: Timer, arch: str, rounds: int = DEFAULT_ROUNDS) -> Probes:
+def probe(words: Tensor, *, timer: Timer, arch: str, rounds: int = DEFAULT_ROUNDS) -> Probes:
     """Probe the memory rates over all of `words`, which are rewritten.
 
     Args:
         words: [n] uint32 on the GPU, 1 GiB for the rates that are quoted.
-        sink: [128] uint32 on the GPU.
         arch: the GPU's architecture, e.g. "sm_90a".
     """
     from cute_kernels import probes
@@ -248,23 +247,23 @@ def probe(words: Tensor, sink: Tensor, *, timer: Timer, arch: str, rounds: int =
         raise ValueError(f"words: expected {2 * small} or more, got {words.numel()}")
     first, last = words[:small], words[-small:]
     limits: dict[str, Launch] = {
-        "read": lambda: probes.launch_read(words, sink, arch),
+        "read": lambda: probes.launch_read(words, arch),
         "rewrite": lambda: probes.launch_rewrite(words, arch),
-        "empty": lambda: probes.launch_empty(sink, arch),
+        "empty": lambda: probes.launch_empty(words, arch),
     }
     residue: dict[str, Launch] = {
         "touch": lambda: probes.launch_rewrite(first, arch),
-        "after_rewrite": lambda: probes.launch_read(first, sink, arch),
-        "cold": lambda: probes.launch_read(last, sink, arch),
+        "after_rewrite": lambda: probes.launch_read(first, arch),
+        "cold": lambda: probes.launch_read(last, arch),
     }
-    timings = measure(limits, timer=timer, rounds=rounds, gates={"read": lambda: _check_probes(words, sink, arch)})
+    timings = measure(limits, timer=timer, rounds=rounds, gates={"read": lambda: _check_probes(words, arch)})
     timings |= measure(residue, timer=timer, rounds=rounds)
     del timings["touch"]
     num_bytes = words.numel() // probes.TILE_WORDS * probes.TILE_BYTES
     return Probes(num_bytes=num_bytes, **timings)
 
 
-def _check_probes(words: Tensor, sink: Tensor, arch: str) -> None:
+def _check_probes(words: Tensor, arch: str) -> None:
     """A probe that skips memory would report a limit that no kernel reaches: see that every word is visited."""
     from cute_kernels import probes
 
@@ -272,7 +271,7 @@ def _check_probes(words: Tensor, sink: Tensor, arch: str) -> None:
     before = whole.clone()
     probes.launch_rewrite(words, arch)
     changed = torch.equal(whole, before ^ 1)
-    probes.launch_read(words, sink, arch)
+    probes.launch_read(words, arch)
     probes.launch_rewrite(words, arch)
     if not changed or not torch.equal(whole, before):
         raise GateFailedError("probes: expected a rewrite to flip the lowest bit of every word, and a read to keep all")

@@ -22,7 +22,7 @@ from cute_kernels.primitives.memory import (
 from cute_kernels.primitives.reduce import transposed_place, transposing_sum
 from cute_kernels.replay.window import LoadedRecord
 
-RECORD_UNROLL = 4  # records an iteration; the window is staged in whole passes, so their number is padded with zeros
+RECORD_UNROLL = 2  # records an iteration; the window is staged in whole passes, so their number is padded with zeros
 
 
 @dataclass(frozen=True)

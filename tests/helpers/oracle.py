@@ -71,7 +71,7 @@ class Scene:
         given: the optional inputs.
         starts: ring start of each row's slot; random when None.
         ring_layout: "strided" makes rings that are packed neither way.
-        capacity: ring rows; two more than needed when 0.
+        capacity: ring rows; one more than needed when 0.
         index_dtype: of `cache_indices`.
         seed: of everything drawn.
     """
@@ -88,7 +88,7 @@ class Scene:
 
     @property
     def replay(self) -> ReplaySpec:
-        capacity = self.capacity or self.case.window + self.case.T + 2
+        capacity = self.capacity or self.case.window + self.case.T + 1
         return replace(self.case.replay, ring_capacity=capacity)
 
     def on(self, device: torch.device | str) -> Work:
