@@ -21,6 +21,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
+import tvm_ffi  # noqa: F401  (load_module needs it: imported here, it costs the first kernel of a process nothing)
 from cutlass.base_dsl import compiler
 from cutlass.cute.runtime import load_module
 

@@ -10,8 +10,8 @@ from cute_kernels.arch import Arch
 SIZE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 WARP = 32
 LANES_PER_RECORD = 8
-Stream = Literal["all", "reads", "none"]
-Order = Literal["window", "state"]
+THREADS = 128
+LARGEST_TILE_BYTES = 40 * 1024
 RingLayout = Literal["record_major", "head_major", "strided"]
 
 
@@ -21,20 +21,10 @@ class StepConfig:
 
     Args:
         split: CTAs that share the V rows of one head.
-        threads: threads of a CTA.
-        chunks: bulk copies that bring the CTA's tile of the checkpoint, each with its own barrier.
-        stream: which rows pull the checkpoint through L2 as evict-first, so that the lines written beside it stay:
-            "all" and "none" start the copies before the cursor is known, "reads" spares the rows that fold.
-        order: which part of a row that only reads comes first: "window" hides it behind the copies of the tile,
-            "state" hides the product of the tile behind the loads of the window.
         fold_values: state values that a thread of a fold keeps in registers at a time.
     """
 
     split: int = 1
-    threads: int = 128
-    chunks: int = 1
-    stream: Stream = "reads"
-    order: Order = "window"
     fold_values: int = 16
 
 
@@ -92,7 +82,6 @@ class Tile:
     d_state: int
     state_size: int
     activation_size: int
-    threads: int
     window: int
     fold_values: int
 
@@ -103,7 +92,6 @@ class Tile:
             d_state=key.d_state,
             state_size=SIZE_BYTES[key.checkpoint_dtype],
             activation_size=SIZE_BYTES[key.activation_dtype],
-            threads=key.config.threads,
             window=key.window,
             fold_values=key.config.fold_values,
         )
@@ -114,7 +102,7 @@ class Tile:
 
     @property
     def warps(self) -> int:
-        return self.threads // WARP
+        return THREADS // WARP
 
     @property
     def vector(self) -> int:
@@ -123,7 +111,7 @@ class Tile:
 
     @property
     def records_per_pass(self) -> int:
-        return self.threads // LANES_PER_RECORD
+        return THREADS // LANES_PER_RECORD
 
     @property
     def passes(self) -> int:
@@ -148,7 +136,7 @@ class Tile:
     @property
     def readout_rows(self) -> int:
         """Rows that the CTA's readout covers at once."""
-        return self.threads // LANES_PER_RECORD
+        return THREADS // LANES_PER_RECORD
 
     @property
     def fold_lanes(self) -> int:
@@ -162,7 +150,7 @@ class Tile:
     @property
     def fold_rows(self) -> int:
         """Rows that the CTA's fold covers at once."""
-        return self.threads // self.fold_lanes
+        return THREADS // self.fold_lanes
 
     @property
     def fold_steps(self) -> int:
@@ -174,6 +162,12 @@ class Tile:
         """Rows that one thread folds at a time."""
         most = max(1, self.fold_values // (self.vector * self.fold_chunks))
         return max(n for n in range(1, most + 1) if self.fold_steps % n == 0)
+
+    @property
+    def fold_unroll(self) -> int:
+        """Records that a fold takes an iteration: the power of two that makes up to 64 products a thread, at least 2."""
+        most = 64 // (self.fold_block * self.vector * self.fold_chunks)
+        return max(2, 1 << (max(1, most).bit_length() - 1))
 
     @property
     def padded_window(self) -> int:
@@ -199,12 +193,8 @@ def invalid_reason(key: StepKey, arch: Arch) -> str | None:
     if not 1 <= key.num_v_heads <= 256:
         return f"num_v_heads: supported are 1 to 256, got {key.num_v_heads}"
     config, tile = key.config, Tile.of(key)
-    if config.threads not in (128, 256):
-        return f"threads: supported are 128 and 256, got {config.threads}"
     if key.head_dim % config.split or tile.rows % tile.readout_rows:
         return f"split: {key.head_dim} rows do not split into {config.split} parts of whole {tile.readout_rows}s"
-    if tile.bytes % (16 * config.chunks) or tile.rows % config.chunks:
-        return f"chunks: a tile of {tile.rows} rows does not split into {config.chunks} copies"
     if tile.smem_bytes > arch.smem_bytes:
         return f"shared memory: {tile.smem_bytes} bytes, {arch.name} has {arch.smem_bytes}; raise split"
     return None
@@ -218,14 +208,14 @@ def is_valid(key: StepKey, arch: Arch) -> bool:
 def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
     """A configuration without a measurement of the shape; None if no split makes the tile fit.
 
-    From H200 measurements of 128 heads of 64 x 128 (2026-11, docs/performance.md): one CTA a head at every batch, and
-    for a float32 checkpoint, which takes longest to arrive after the records, the tile's product first.
+    From H200 measurements of 128 heads of 64 x 128 at batch 1 to 256 (2026-11-29, docs/performance.md): one CTA a head
+    is best throughout, as long as its tile leaves room for several CTAs; a float32 checkpoint leaves registers to fold
+    32 values at a time.
     """
     del batch
-    wide = key.checkpoint_dtype == "float32"
+    fold_values = 32 if key.checkpoint_dtype == "float32" else 16
     for split in (1, 2, 4, 5, 8):
-        config = StepConfig(split=split, order="state" if wide else "window", fold_values=32 if wide else 16)
-        candidate = replace(key, config=config)
-        if is_valid(candidate, arch) and Tile.of(candidate).bytes <= 40 * 1024:
-            return config
+        candidate = replace(key, config=StepConfig(split, fold_values))
+        if is_valid(candidate, arch) and Tile.of(candidate).bytes <= LARGEST_TILE_BYTES:
+            return candidate.config
     return None

@@ -23,7 +23,7 @@ from cutlass.experimental import primitives
 from torch import Tensor
 
 from cute_kernels.compile import compiled
-from cute_kernels.primitives.bulk import bulk_load, bulk_wait
+from cute_kernels.primitives.bulk import bulk_init, bulk_load, bulk_wait
 from cute_kernels.primitives.memory import EVICT_FIRST, EVICT_LAST, load_words, store_words
 
 THREADS = 128
@@ -44,9 +44,10 @@ def _read_kernel(words: cute.Tensor) -> None:
     # 64-bit: a tile's offset passes 2**31 from 2 GiB on.
     source = words.iterator.toint() + Int64(tile) * TILE_BYTES
     destination = Int32(landing.data_ptr().toint())
-    bulk_load(thread, destination, source, arrived.data_ptr(), Int64(EVICT_FIRST), TILE_BYTES, 1)
+    bulk_init(thread, arrived.data_ptr())
+    bulk_load(thread, destination, source, arrived.data_ptr(), Int64(EVICT_FIRST), TILE_BYTES)
     cute.arch.barrier()
-    bulk_wait(arrived.data_ptr(), 0)
+    bulk_wait(arrived.data_ptr())
 
 
 @cute.kernel

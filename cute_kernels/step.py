@@ -2,8 +2,8 @@
 
 A CTA works on `Tile.rows` rows of one head of one row of the batch:
 
-1. start the bulk copies of its tile of the checkpoint (they need the slot alone);
-2. load the cursor, the gate, the query, the window's records and this step's token;
+1. start the loads that need neither slot nor cursor: gate, query, epilogue;
+2. load slot and cursor, start the bulk copy of its tile of the checkpoint, then the loads of the window's records;
 3. a row that reads: score the records, reduce their weighted values over the CTA, then multiply the tile by the query;
    a row that folds: stage the records, fold them into the tile, write it back, multiply the new tile by the query;
 4. append the token behind the committed records and write the output.
@@ -33,10 +33,10 @@ from cute_kernels.args import (
     StepTensors,
 )
 from cute_kernels.compile import compiled
-from cute_kernels.configs import LANES_PER_RECORD, SIZE_BYTES, WARP, StepKey, Tile
+from cute_kernels.configs import LANES_PER_RECORD, SIZE_BYTES, THREADS, WARP, StepKey, Tile
 from cute_kernels.dtypes import CUTLASS_DTYPE
 from cute_kernels.primitives.arithmetic import exp2, opaque, select
-from cute_kernels.primitives.bulk import bulk_load, bulk_wait
+from cute_kernels.primitives.bulk import bulk_init, bulk_load, bulk_wait
 from cute_kernels.primitives.convert import unpack
 from cute_kernels.primitives.memory import (
     EVICT_FIRST,
@@ -190,37 +190,31 @@ def write_output(
 
 @dataclass(frozen=True)
 class Shared:
-    """A CTA's shared memory: addresses of the tile and of the records or partial sums; the barriers."""
+    """A CTA's shared memory: addresses of the tile and of the records or partial sums; the barrier of the copy."""
 
     state: Int32
     staging: Int32
-    barriers: Any
+    barrier: Any
 
 
 @dataclass(frozen=True)
-class RowLoads:
-    """What a CTA has loaded, or is loading, before it computes.
+class TokenLoads:
+    """Loads that need neither slot nor cursor, under way while those are fetched.
 
     Args:
-        cursor: the row's cursor.
         token: what `Recurrence.load_token` loaded.
         query: this thread's vectors of the query as the readout multiplies them, packed.
         outputs: the rows that this thread writes if the row only reads.
         epilogues: what `Recurrence.load_epilogue` loaded for each of them.
-        lane_records: decay records of the window.
-        first: this thread's part of the first pass of records.
     """
 
-    cursor: RowCursor
     token: tuple[Any, ...]
     query: list[list[Uint32]]
     outputs: OutputRows
     epilogues: list[Any]
-    lane_records: LaneRecords
-    first: LoadedRecord
 
     @classmethod
-    def start(cls, tensors: StepTensors, key: StepKey, place: Place, cursor: RowCursor) -> RowLoads:
+    def start(cls, tensors: StepTensors, key: StepKey, place: Place) -> TokenLoads:
         policy, inputs = policy_of(key), tensors.inputs
         token = policy.load_token(inputs, tensors.parameters, place.row, place.head)
         query = load_query(inputs, key, place)
@@ -229,9 +223,30 @@ class RowLoads:
             policy.load_epilogue(inputs, place.row, place.head, place.first_row + row, inside)
             for row, inside in zip(outputs.rows, outputs.inside, strict=True)
         ]
+        return cls(token, query, outputs, epilogues)
+
+
+@dataclass(frozen=True)
+class RowLoads:
+    """What a CTA has loaded, or is loading, before it computes.
+
+    Args:
+        cursor: the row's cursor.
+        early: the loads that did not wait for it.
+        lane_records: decay records of the window.
+        first: this thread's part of the first pass of records.
+    """
+
+    cursor: RowCursor
+    early: TokenLoads
+    lane_records: LaneRecords
+    first: LoadedRecord
+
+    @classmethod
+    def start(cls, tensors: StepTensors, key: StepKey, place: Place, cursor: RowCursor, early: TokenLoads) -> RowLoads:
         lane_records = LaneRecords.load(tensors.pool, key, place, cursor)
-        first = load_record(tensors.pool, inputs, key, place, cursor, 0)
-        return cls(cursor, token, query, outputs, epilogues, lane_records, first)
+        first = load_record(tensors.pool, tensors.inputs, key, place, cursor, 0)
+        return cls(cursor, early, lane_records, first)
 
 
 @dataclass(frozen=True)
@@ -267,17 +282,9 @@ class Window:
 def read_row(tensors: StepTensors, key: StepKey, place: Place, loads: RowLoads, shared: Shared) -> None:
     """A row that only reads its checkpoint."""
     policy, tile, dtype = policy_of(key), Tile.of(key), key.activation_dtype
-    query = [unpack(words, dtype) for words in loads.query]
-
-    def read_state() -> list[Float32]:
-        first_row = loads.outputs.first_row
-        return read_tile(
-            tile, key.checkpoint_dtype, shared.state, shared.barriers, key.config.chunks, query, place.lane, first_row
-        )
-
-    gate = policy.gate(loads.token)
-    epilogues = [policy.epilogue(loaded) for loaded in loads.epilogues]
-    products = read_state() if key.config.order == "state" else []
+    query = [unpack(words, dtype) for words in loads.early.query]
+    gate = policy.gate(loads.early.token)
+    epilogues = [policy.epilogue(loaded) for loaded in loads.early.epilogues]
     window = Window.of(key, place, loads, gate)
     sums = [Float32(0.0)] * (-(-tile.value_vectors // LANES_PER_RECORD) * tile.value_vector)
     for record, index, weight in window.passes(tensors, key, place, loads):
@@ -288,18 +295,20 @@ def read_row(tensors: StepTensors, key: StepKey, place: Place, loads: RowLoads, 
     store_partial_sums(sums, tile, shared.staging, place.lane, place.warp)
     loads.lane_records.append(gate.record, place, loads.cursor)
     cute.arch.barrier()
-    for i, product in enumerate(products or read_state()):
-        row = loads.outputs.rows[i]
+    bulk_wait(shared.barrier)
+    products = read_tile(tile, key.checkpoint_dtype, shared.state, query, place.lane, loads.early.outputs.first_row)
+    for i, product in enumerate(products):
+        row = loads.early.outputs.rows[i]
         value = product * window.decay
         for warp in range(tile.warps):
             value = value + load_shared_floats(shared.staging + (warp * tile.rows + row) * 4, 1, 4)[0]
-        write_output(tensors.out, key, place, row, value, epilogues[i], loads.outputs.inside[i])
+        write_output(tensors.out, key, place, row, value, epilogues[i], loads.early.outputs.inside[i])
 
 
 def fold_row(tensors: StepTensors, key: StepKey, place: Place, loads: RowLoads, shared: Shared) -> None:
     """A row that folds its committed records first."""
     policy, tile, size = policy_of(key), Tile.of(key), SIZE_BYTES[key.activation_dtype]
-    gate = policy.gate(tuple(None if x is None else opaque(x) for x in loads.token))
+    gate = policy.gate(tuple(None if x is None else opaque(x) for x in loads.early.token))
     window = Window.of(key, place, loads, gate)
     statics = FoldStatics(tile, key.checkpoint_dtype, key.activation_dtype)
     stage = FoldStage.of(tile, shared.staging, place.thread)
@@ -307,8 +316,7 @@ def fold_row(tensors: StepTensors, key: StepKey, place: Place, loads: RowLoads, 
         stage_record(stage, statics, index, place.lane % LANES_PER_RECORD, record, weight)
     query, score_token = load_fold_query(tensors.inputs, key, place, stage)
     cute.arch.barrier()
-    for chunk in range(key.config.chunks):
-        bulk_wait(shared.barriers, chunk)
+    bulk_wait(shared.barrier)
     slot, head = loads.cursor.slot, place.head
     checkpoint = address(tensors.pool.checkpoint, SIZE_BYTES[key.checkpoint_dtype], slot, head, place.first_row)
     fold_tile(stage, statics, shared.state, checkpoint, loads.cursor.count, window.decay, query)
@@ -343,42 +351,17 @@ def load_fold_query(inputs: Any, key: StepKey, place: Place, stage: FoldStage) -
     return query, sum_lanes(score_token, tuple(1 << b for b in range(tile.fold_lanes.bit_length() - 1)))
 
 
-def start_tile(pool: PoolTensors, key: StepKey, place: Place, slot: Any, shared: Shared, policy_word: Any) -> None:
-    """Start the copies of this CTA's tile of the checkpoint."""
-    num_bytes = Tile.of(key).bytes // key.config.chunks
-    source = address(pool.checkpoint, SIZE_BYTES[key.checkpoint_dtype], slot, place.head, place.first_row)
-    bulk_load(place.thread, shared.state, source, shared.barriers, policy_word, num_bytes, key.config.chunks)
-
-
-@cute.jit
-def live_row(tensors: StepTensors, place: Place, slot: Int32, shared: Shared, key: cutlass.Constexpr):
-    """The work of a CTA whose row carries a request.
-
-    All loads are issued before anything is computed from them: the hardware issues in order, so an instruction that
-    waits for one load would hold up those behind it. The gate, a long chain behind a load, is therefore computed in
-    each branch: ahead of the branch the compiler moved it in front of other loads.
-    """
-    stream = key.config.stream
-    if cutlass.const_expr(stream != "reads"):
-        start_tile(tensors.pool, key, place, slot, shared, Int64(EVICT_FIRST if stream == "all" else EVICT_NORMAL))
-    forced = load_force(tensors.rows, place.row)
-    cursor = RowCursor.load(tensors.cursors, slot, forced, capacity=key.ring_capacity, window=key.window, tokens=TOKENS)
-    if cutlass.const_expr(stream == "reads"):
-        policy_word = select(cursor.folds, Int64(EVICT_NORMAL), Int64(EVICT_FIRST))
-        start_tile(tensors.pool, key, place, slot, shared, policy_word)
-    # Every thread may wait for the copies from here on. The barrier also pins them: without it the compiler moved a
-    # single copy behind the loads below (H200, 2026-11: 150 instead of 133 us, bfloat16 at batch 256).
-    cute.arch.barrier()
-    loads = RowLoads.start(tensors, key, place, cursor)
-    if cursor.folds == 0:
-        read_row(tensors, key, place, loads, shared)
-    else:
-        fold_row(tensors, key, place, loads, shared)
-
-
 @cute.kernel
 def step_kernel(tensors: StepTensors, pad_slot: Int32, key: cutlass.Constexpr):
-    """One CTA: see this module's docstring."""
+    """One CTA: see this module's docstring.
+
+    All loads are issued before anything is computed from them: the hardware issues in order, so an instruction that
+    waits for one load would hold up those behind it. The compiler moves loads towards their use and long chains away
+    from theirs, but not across a CTA barrier or a branch: the first barrier holds the loads that need no slot in front
+    of the wait for it, the second the tile's copies in front of the records (H200, 2026-11: without it a single copy
+    moved behind them, 150 instead of 133 us for bfloat16 at batch 256), and the gate, a long chain, is computed in
+    each branch.
+    """
     tile, config = Tile.of(key), key.config
     thread, _, _ = cute.arch.thread_idx()
     block, row, _ = cute.arch.block_idx()
@@ -395,20 +378,37 @@ def step_kernel(tensors: StepTensors, pad_slot: Int32, key: cutlass.Constexpr):
     smem = cutlass.AddressSpace.smem
     state = cutlass.Array(Uint32, (tile.bytes // 4,), space=smem, alignment=128)
     staging = cutlass.Array(Uint32, (tile.staging_bytes // 4,), space=smem, alignment=16)
-    barriers = cutlass.Array(Int64, (config.chunks,), space=smem, alignment=8)
+    barrier = cutlass.Array(Int64, (1,), space=smem, alignment=8)
+    shared = Shared(Int32(state.data_ptr().toint()), Int32(staging.data_ptr().toint()), barrier.data_ptr())
     if cutlass.const_expr(key.rows.pdl):
         cute.arch.griddepcontrol_wait()
     slot = load_slot(tensors.rows, row, key.rows.index_dtype)
+    early = TokenLoads.start(tensors, key, place)
+    bulk_init(thread, shared.barrier)
+    cute.arch.barrier()
     if is_padding(slot, pad_slot):
         where = address(tensors.out, SIZE_BYTES[key.activation_dtype], row, 0, head, place.first_row + thread)
         store_scalar_if(thread < tile.rows, where, Float32(0.0), key.activation_dtype)
     else:
-        shared = Shared(
-            state=Int32(state.data_ptr().toint()),
-            staging=Int32(staging.data_ptr().toint()),
-            barriers=barriers.data_ptr(),
+        cursor = RowCursor.load(
+            tensors.cursors,
+            slot,
+            load_force(tensors.rows, row),
+            capacity=key.ring_capacity,
+            window=key.window,
+            tokens=TOKENS,
         )
-        live_row(tensors, place, slot, shared, key)
+        # Rows that only read stream the checkpoint through L2 without keeping it, so that the lines written beside it
+        # stay (264 -> 247 us at batch 256); rows that fold write it back, and evict-first would cost 559 -> 580 us.
+        policy = select(cursor.folds, Int64(EVICT_NORMAL), Int64(EVICT_FIRST))
+        tile_at = address(tensors.pool.checkpoint, SIZE_BYTES[key.checkpoint_dtype], slot, head, place.first_row)
+        bulk_load(thread, shared.state, tile_at, shared.barrier, policy, tile.bytes)
+        cute.arch.barrier()
+        loads = RowLoads.start(tensors, key, place, cursor, early)
+        if cursor.folds == 0:
+            read_row(tensors, key, place, loads, shared)
+        else:
+            fold_row(tensors, key, place, loads, shared)
     if cutlass.const_expr(key.rows.pdl):
         cute.arch.griddepcontrol_launch_dependents()
 
@@ -445,7 +445,7 @@ def step_launch(
     tensors = StepTensors(pool, cursors, rows, inputs, parameters, out)
     step_kernel(compact(tensors), pad_slot, key).launch(
         grid=[key.num_v_heads * key.config.split, out.shape[0], 1],
-        block=[key.config.threads, 1, 1],
+        block=[THREADS, 1, 1],
         stream=stream,
         use_pdl=key.rows.pdl,
     )

@@ -1,4 +1,4 @@
-"""One-dimensional bulk copies from global to shared memory, completed on mbarriers."""
+"""One-dimensional bulk copies from global to shared memory, each completed on an mbarrier."""
 
 from __future__ import annotations
 
@@ -10,50 +10,39 @@ from cutlass import Int32, Int64
 from cutlass.experimental import primitives as P
 
 
-def _bulk_copy(destination: Any, source: Any, num_bytes: int, barrier: Any, policy: Any) -> None:
-    text = (
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-        f"[{{$r0}}], [{{$r1}}], {num_bytes}, [{{$r2}}], {{$r3}};"
-    )
-    cute.arch.inline_ptx(text, read_only_args=[destination, source, barrier, policy])
+@cute.jit
+def bulk_init(thread: Int32, barrier: Any):
+    """Initialise the barrier of a copy, by thread 0; a CTA-wide barrier must follow before its use.
+
+    Args:
+        barrier: pointer to an Int64 of shared memory.
+    """
+    if thread == 0:
+        P.mbarrier_init(barrier, 1)
+        P.fence_mbarrier_init()
 
 
 @cute.jit
 def bulk_load(
-    thread: Int32,
-    destination: Int32,
-    source: Int64,
-    barriers: Any,
-    policy: Int64,
-    chunk_bytes: cutlass.Constexpr[int],
-    chunks: cutlass.Constexpr[int],
+    thread: Int32, destination: Int32, source: Int64, barrier: Any, policy: Int64, num_bytes: cutlass.Constexpr[int]
 ):
-    """Start `chunks` copies of `chunk_bytes` each, one barrier a chunk; thread 0 issues, no thread waits.
+    """Start a copy; thread 0 issues it, no thread waits.
 
     Args:
         destination, source: byte addresses in shared and global memory, 16-byte aligned.
-        barriers: pointer to one Int64 of shared memory a chunk; initialised here.
+        barrier: as `bulk_init` left it.
         policy: L2 policy word.
-        chunk_bytes: a multiple of 16.
-
-    Other threads may wait on a barrier only after a CTA-wide barrier that follows this call.
+        num_bytes: a multiple of 16.
     """
     if thread == 0:
-        for i in cutlass.range_constexpr(chunks):
-            P.mbarrier_init(barriers + i, 1)
-        P.fence_mbarrier_init()
-        for i in cutlass.range_constexpr(chunks):
-            barrier = barriers + i
-            P.mbarrier_arrive_expect_tx(barrier, chunk_bytes)
-            _bulk_copy(
-                destination + i * chunk_bytes,
-                source + i * chunk_bytes,
-                chunk_bytes,
-                Int32(barrier.toint()),
-                policy,
-            )
+        P.mbarrier_arrive_expect_tx(barrier, num_bytes)
+        cute.arch.inline_ptx(
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+            f"[{{$r0}}], [{{$r1}}], {num_bytes}, [{{$r2}}], {{$r3}};",
+            read_only_args=[destination, source, Int32(barrier.toint()), policy],
+        )
 
 
-def bulk_wait(barriers: Any, chunk: int) -> None:
-    """Wait until a chunk of the first use of its barrier has arrived."""
-    cute.arch.mbarrier_wait(barriers + chunk, 0)
+def bulk_wait(barrier: Any) -> None:
+    """Wait until the first copy on a barrier has arrived."""
+    cute.arch.mbarrier_wait(barrier, 0)

@@ -22,8 +22,6 @@ from cute_kernels.primitives.memory import (
 from cute_kernels.primitives.reduce import transposed_place, transposing_sum
 from cute_kernels.replay.window import LoadedRecord
 
-RECORD_UNROLL = 2  # records an iteration; the window is staged in whole passes, so their number is padded with zeros
-
 
 @dataclass(frozen=True)
 class FoldStatics:
@@ -121,11 +119,12 @@ def fold_tile(
         state: shared address of the tile [rows][K] as read from the checkpoint; the first word of each row receives
             the new row's product with the query, a float, once its lanes, all of one warp, have read the row.
         checkpoint: global address of the same tile.
-        num_records: staged records; zeros follow up to a multiple of `RECORD_UNROLL`.
+        num_records: staged records; zeros follow, since the window is staged in whole passes.
         decay: product of the decays of all staged records.
         query: this thread's columns of the query, in registers.
     """
     tile = statics.tile
+    unroll = tile.fold_unroll
     columns = tile.vector * tile.fold_chunks
     row_bytes = tile.d_state * tile.state_size
     sums = cute.make_rmem_tensor((tile.fold_block * columns,), Float32)
@@ -138,10 +137,10 @@ def fold_tile(
                 values = unpack(load_shared(state + offset, 4, offset=skip), statics.state_dtype)
                 for e in cutlass.range_constexpr(tile.vector):
                     sums[i * columns + c * tile.vector + e] = values[e] * decay
-        for quad in cutlass.range((num_records + (RECORD_UNROLL - 1)) // RECORD_UNROLL, unroll=1):
-            for u in cutlass.range_constexpr(RECORD_UNROLL):
-                key = load_fold_key(stage, statics, quad * RECORD_UNROLL, u)
-                weighted = load_fold_values(stage, statics, quad * RECORD_UNROLL, u, block)
+        for group in cutlass.range((num_records + (unroll - 1)) // unroll, unroll=1):
+            for u in cutlass.range_constexpr(unroll):
+                key = load_fold_key(stage, statics, group * unroll, u)
+                weighted = load_fold_values(stage, statics, group * unroll, u, block)
                 for i in cutlass.range_constexpr(tile.fold_block):
                     for e in cutlass.range_constexpr(columns):
                         sums[i * columns + e] = sums[i * columns + e] + weighted[i] * key[e]

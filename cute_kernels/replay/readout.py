@@ -8,7 +8,6 @@ from typing import Any
 from cutlass import Float32, Int32
 
 from cute_kernels.configs import LANES_PER_RECORD, Tile
-from cute_kernels.primitives.bulk import bulk_wait
 from cute_kernels.primitives.convert import DotProduct, unpack
 from cute_kernels.primitives.memory import load_shared, store_shared_if
 from cute_kernels.primitives.reduce import sum_lanes, transposed_place, transposing_sum
@@ -66,25 +65,18 @@ class OutputRows:
         return cls(first_row, rows, [Int32(owner) * Int32(row < tile.rows) for row in rows])
 
 
-def read_tile(
-    tile: Tile, dtype: str, state: Any, barriers: Any, chunks: int, query: list[list[Any]], lane: Any, first_row: Any
-) -> list[Float32]:
+def read_tile(tile: Tile, dtype: str, state: Any, query: list[list[Any]], lane: Any, first_row: Any) -> list[Float32]:
     """Products of the tile's rows with the query: those of `OutputRows.rows`, in order.
 
     Args:
         state: shared address of the tile.
-        barriers, chunks: of the copies that bring it.
         query: this lane's vectors of the query, as `load_key` places them.
         first_row: `OutputRows.first_row`.
     """
     row_bytes = tile.d_state * tile.state_size
     base = state + first_row * row_bytes + lane % LANES_PER_RECORD * 16
-    sums, arrived = [], -1
+    sums = []
     for i in range(tile.rows // tile.readout_rows):
-        needed = ((i + 1) * tile.readout_rows - 1) * chunks // tile.rows
-        while arrived < needed:
-            arrived += 1
-            bulk_wait(barriers, arrived)
         product = DotProduct(dtype)
         for c in range(tile.key_chunks):
             words = load_shared(base, 4, offset=i * tile.readout_rows * row_bytes + c * LANES_PER_RECORD * 16)

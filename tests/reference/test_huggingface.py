@@ -3,8 +3,8 @@
 Three levels. Functions: the step and the chunk form of each family, fed the same tensors. Modules: a whole layer of a
 tiny model, whose projections and convolution are redone here, so that the gates of the layer are compared too. Both
 sides of a bound are float32 (transformers computes its states in it): FACTOR times what `recurrence.run` in float32
-differs from float64, in relative 2-norms over all tokens. Every family has a torch path in transformers 5.17; one that
-is gone from a later release is skipped by name.
+differs from float64, in relative 2-norms over all tokens. Every family has a torch path in transformers 5.17 to
+5.24; one that is gone from a later release is skipped by name.
 """
 
 from __future__ import annotations
