@@ -80,12 +80,16 @@ def compiled(
     Returns:
         A callable that takes the torch tensors positionally and launches on torch's current stream.
     """
-    memory_key = (function.__qualname__, key, arch)
+    memory_key = (f"{function.__module__}.{function.__qualname__}", key, arch)
     if memory_key not in _loaded:
         with _lock:
             if memory_key not in _loaded:
                 entry = ensure_on_disk(function, make_arguments, key, arch)
-                _loaded[memory_key] = _load(entry)
+                try:
+                    _loaded[memory_key] = _load(entry)
+                except (RuntimeError, AttributeError, OSError) as error:
+                    _remove(entry, error)
+                    _loaded[memory_key] = _load(ensure_on_disk(function, make_arguments, key, arch))
     return _loaded[memory_key][0]
 
 
@@ -95,8 +99,7 @@ def ensure_on_disk(
     """Compile into the disk cache unless a sound entry is there; returns its folder."""
     entry = entry_path(function, key, arch)
     if entry.exists() and not _is_sound(entry):
-        warnings.warn(f"removed a corrupt compiled kernel: {entry}", RuntimeWarning, stacklevel=3)
-        shutil.rmtree(entry, ignore_errors=True)
+        _remove(entry, "its checksum is not that of the file")
     if not entry.exists():
         kernel = compile_only(function, make_arguments, arch)
         entry.parent.mkdir(parents=True, exist_ok=True)
@@ -111,6 +114,11 @@ def ensure_on_disk(
                 if not entry.exists():
                     raise
     return entry
+
+
+def _remove(entry: Path, reason: object) -> None:
+    warnings.warn(f"removed a corrupt compiled kernel: {entry}: {reason}", RuntimeWarning, stacklevel=4)
+    shutil.rmtree(entry, ignore_errors=True)
 
 
 def _symbol(entry: Path) -> str:

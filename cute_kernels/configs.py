@@ -165,7 +165,7 @@ class Tile:
 
     @property
     def fold_unroll(self) -> int:
-        """Records that a fold takes an iteration: the power of two that makes up to 64 products a thread, at least 2."""
+        """Records that a fold takes an iteration: a power of two that makes up to 64 products a thread, at least 2."""
         most = 64 // (self.fold_block * self.vector * self.fold_chunks)
         return max(2, 1 << (max(1, most).bit_length() - 1))
 
@@ -175,8 +175,8 @@ class Tile:
 
     @property
     def staging_bytes(self) -> int:
-        """Shared memory beside the tile: the fold's records, or the readout's partial sums, in the same place."""
-        fold = self.padded_window * (self.d_state * self.activation_size + self.rows * 4)
+        """Shared memory beside the tile: the fold's records and products, or the readout's partial sums there."""
+        fold = self.padded_window * (self.d_state * self.activation_size + self.rows * 4) + self.rows * 4
         return max(fold, self.warps * self.rows * 4)
 
     @property
@@ -208,14 +208,16 @@ def is_valid(key: StepKey, arch: Arch) -> bool:
 def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
     """A configuration without a measurement of the shape; None if no split makes the tile fit.
 
-    From H200 measurements of 128 heads of 64 x 128 at batch 1 to 256 (2026-11-29, docs/performance.md): one CTA a head
-    is best throughout, as long as its tile leaves room for several CTAs; a float32 checkpoint leaves registers to fold
-    32 values at a time.
+    One CTA a head is best as long as its tile leaves room for several CTAs on a multiprocessor; heads are split further
+    while all parts still find a multiprocessor of their own (H200, 2026-11-29, docs/performance.md). A float32
+    checkpoint leaves registers to fold 32 values at a time.
     """
-    del batch
     fold_values = 32 if key.checkpoint_dtype == "float32" else 16
+    chosen = None
     for split in (1, 2, 4, 5, 8):
         candidate = replace(key, config=StepConfig(split, fold_values))
-        if is_valid(candidate, arch) and Tile.of(candidate).bytes <= LARGEST_TILE_BYTES:
-            return candidate.config
-    return None
+        if not is_valid(candidate, arch) or Tile.of(candidate).bytes > LARGEST_TILE_BYTES:
+            continue
+        if chosen is None or batch * key.num_v_heads * split <= arch.num_sms:
+            chosen = candidate.config
+    return chosen

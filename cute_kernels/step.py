@@ -328,7 +328,7 @@ def fold_row(tensors: StepTensors, key: StepKey, place: Place, loads: RowLoads, 
     token_value = load_scalar_if(inside, value_at, key.activation_dtype)
     epilogue = policy.epilogue(policy.load_epilogue(tensors.inputs, place.row, head, channel, inside))
     local_row = select(inside != 0, place.thread, Int32(0))
-    product = load_shared_floats(shared.state + local_row * (tile.d_state * tile.state_size), 1, 4)[0]
+    product = load_shared_floats(stage.products + local_row * 4, 1, 4)[0]
     own = policy.weight(gate.record) * score_token + gate.skip
     value = product * exp2(gate.rate * gate.record) + own * token_value
     write_output(tensors.out, key, place, place.thread, value, epilogue, inside)
@@ -405,12 +405,12 @@ def step_kernel(tensors: StepTensors, pad_slot: Int32, key: cutlass.Constexpr):
         bulk_load(thread, shared.state, tile_at, shared.barrier, policy, tile.bytes)
         cute.arch.barrier()
         loads = RowLoads.start(tensors, key, place, cursor, early)
+        if cutlass.const_expr(key.rows.pdl):
+            cute.arch.griddepcontrol_launch_dependents()
         if cursor.folds == 0:
             read_row(tensors, key, place, loads, shared)
         else:
             fold_row(tensors, key, place, loads, shared)
-    if cutlass.const_expr(key.rows.pdl):
-        cute.arch.griddepcontrol_launch_dependents()
 
 
 def compact(group: Any) -> Any:

@@ -140,6 +140,8 @@ def check_step(
     if out is not None:
         shape = (rows, tokens, layer.num_v_heads, layer.head_dim)
         check_tensor("out", out, shape, (replay.activation_dtype,), device, contiguous_from=2)
+        assert isinstance(out, Tensor)
+        check_alignment("out", out, 2)
     if force_fold is not None:
         _check_rows_of("force_fold", force_fold, rows, (torch.bool,), device)
 
@@ -198,6 +200,16 @@ def check_rows(cursors: Cursors, cache_indices: Tensor, pad_slot_id: int) -> Non
             raise ValueError(
                 f"{name}: expected 0 to {limit}, got {int(values[bad][0])} in slot {int(slots[bad][0])}; "
                 "reset a slot before its first use"
+            )
+
+
+def check_pools(cursors: Cursors, pools: Sequence[Pool]) -> None:
+    """Refuse pools that do not have the cursors' slots on the cursors' device."""
+    for i, pool in enumerate(pools):
+        if pool.num_slots != cursors.num_slots or pool.device != cursors.device:
+            raise ValueError(
+                f"pools[{i}]: expected {cursors.num_slots} slots on {cursors.device} as the cursors, "
+                f"got {pool.num_slots} on {pool.device}; make both with one number of slots"
             )
 
 

@@ -97,25 +97,7 @@ def commit(
         TypeError, ValueError: an argument has another type, shape, dtype or device than described.
     """
     if cursors.ring_start.is_cuda:
-        signature = (num_draft, cache_indices.dtype, num_accepted is None, force_fold is None)
-        kernel = cursors.kernels.get(signature)
-        if kernel is None:
-            checks.check_commit(cursors, cache_indices, num_draft, num_accepted, force_fold)
-            kernel = cursors.kernels[signature] = _commit_kernel(cursors, *signature)
-        if checks.DEBUG:
-            checks.check_rows(cursors, cache_indices, pad_slot_id)
-        rows = (cache_indices, None if force_fold is None else force_fold.view(torch.uint8))
-        try:
-            kernel(
-                (cursors.ring_start, cursors.num_committed),
-                rows,
-                num_accepted,
-                cursors.replay.ring_capacity,
-                pad_slot_id,
-            )
-        except (TypeError, ValueError):
-            checks.check_commit(cursors, cache_indices, num_draft, num_accepted, force_fold)
-            raise
+        _cuda_commit(cursors, cache_indices, num_draft, num_accepted, force_fold, pad_slot_id)
         return
     checks.check_commit(cursors, cache_indices, num_draft, num_accepted, force_fold)
     if checks.DEBUG:
@@ -140,9 +122,10 @@ def reset(cursors: Cursors, slots: Tensor, *, pools: Iterable[Pool] = ()) -> Non
             pending never reach an output.
 
     Raises:
-        TypeError, ValueError: `slots` is not an integer vector on the cursors' device.
+        TypeError, ValueError: `slots` is not an integer vector on the cursors' device, or a pool has other slots.
     """
-    index = checks.check_slots("slots", slots, cursors)
+    index, pools = checks.check_slots("slots", slots, cursors), tuple(pools)
+    checks.check_pools(cursors, pools)
     cursors.ring_start.index_fill_(0, index, 0)
     cursors.num_committed.index_fill_(0, index, 0)
     for pool in pools:
@@ -158,11 +141,14 @@ def copy_slots(cursors: Cursors, source: Tensor, destination: Tensor, *, pools: 
         pools: every pool of the model.
 
     Raises:
-        TypeError, ValueError: the slots are not two integer vectors of one length on the cursors' device.
+        TypeError, ValueError: the slots are not two integer vectors of one length on the cursors' device, or a pool has
+            other slots.
     """
     read, write = checks.check_slots("source", source, cursors), checks.check_slots("destination", destination, cursors)
     if read.shape != write.shape:
         raise ValueError(f"destination: expected {tuple(read.shape)} as source, got {tuple(write.shape)}")
+    pools = tuple(pools)
+    checks.check_pools(cursors, pools)
     for tensor in (cursors.ring_start, cursors.num_committed, *(t for pool in pools for t in pool.tensors)):
         tensor.index_copy_(0, write, tensor.index_select(0, read))
 
@@ -207,6 +193,38 @@ def warmup(
     return sorted(plans, key=repr)
 
 
+def _cuda_commit(
+    cursors: Cursors,
+    cache_indices: Tensor,
+    num_draft: int,
+    num_accepted: Tensor | None,
+    force_fold: Tensor | None,
+    pad_slot_id: int,
+) -> None:
+    """As `_cuda_step`: full checks when a signature is new, the launch's own checks after that."""
+    try:
+        signature = (num_draft, cache_indices.dtype, _dtype_of(num_accepted), _dtype_of(force_fold))
+        kernel = cursors.kernels[signature]
+    except (AttributeError, TypeError, LookupError):
+        checks.check_commit(cursors, cache_indices, num_draft, num_accepted, force_fold)
+        signature = (num_draft, cache_indices.dtype, _dtype_of(num_accepted), _dtype_of(force_fold))
+        kernel = cursors.kernels[signature] = _commit_kernel(cursors, *signature)
+    if checks.DEBUG:
+        checks.check_rows(cursors, cache_indices, pad_slot_id)
+    rows = (cache_indices, None if force_fold is None else force_fold.view(torch.uint8))
+    try:
+        kernel(
+            (cursors.ring_start, cursors.num_committed), rows, num_accepted, cursors.replay.ring_capacity, pad_slot_id
+        )
+    except (TypeError, ValueError):
+        checks.check_commit(cursors, cache_indices, num_draft, num_accepted, force_fold)
+        raise
+
+
+def _dtype_of(tensor: Tensor | None) -> torch.dtype | None:
+    return None if tensor is None else tensor.dtype
+
+
 @dataclass(frozen=True, eq=False)
 class _Launch:
     """A step's kernel with what stays the same from call to call, converted once.
@@ -235,15 +253,19 @@ def _cuda_step(
     """Full checks and a plan when a signature is new; later calls rely on the launch's own checks."""
     try:
         x, dt, B, C, A, D, z, dt_bias, softplus = inputs  # type: ignore[misc]
-        signature = (x.shape, dt.dtype, z is None, softplus, cache_indices.dtype, force_fold is None, launch_options)
-        launch = pool.launches.get(signature)
-        if launch is None or launch.cursors is not cursors or not _same(launch.parameters, (A, D, dt_bias)):
+        mask = _dtype_of(force_fold)
+        signature = (x.shape, dt.dtype, z is None, softplus, cache_indices.dtype, mask, launch_options, type(inputs))
+        launch = pool.launches[signature]
+        if launch.cursors is not cursors or not _same(launch.parameters, (A, D, dt_bias)):
             raise LookupError
     except (AttributeError, TypeError, ValueError, LookupError):  # a new signature, or not even tensors
         checks.check_step(pool, cursors, inputs, cache_indices, out, force_fold)
         inputs = _mamba2_decode(inputs)
         x, dt, B, C, A, D, z, dt_bias, softplus = inputs
-        signature = (x.shape, dt.dtype, z is None, softplus, cache_indices.dtype, force_fold is None, launch_options)
+        if x.shape[0] == 0:  # nothing to launch
+            return torch.empty_like(x) if out is None else out
+        mask = _dtype_of(force_fold)
+        signature = (x.shape, dt.dtype, z is None, softplus, cache_indices.dtype, mask, launch_options, type(inputs))
         launch = pool.launches[signature] = _make_launch(
             pool, cursors, inputs, cache_indices, force_fold is not None, launch_options
         )
@@ -330,10 +352,15 @@ def options_of(inputs: Mamba2Inputs) -> Mamba2Options:
 
 
 def _commit_kernel(
-    cursors: Cursors, num_draft: int, index_dtype: torch.dtype, keeps_all: bool, by_rule: bool
+    cursors: Cursors,
+    num_draft: int,
+    index_dtype: torch.dtype,
+    accepted_dtype: torch.dtype | None,
+    mask_dtype: torch.dtype | None,
 ) -> Callable[..., None]:
     module = _kernels()[1]
-    key = module.CommitKey(cursors.replay.window, num_draft, dtype_name(index_dtype), not by_rule, not keeps_all)
+    has_mask, has_accepted = mask_dtype is not None, accepted_dtype is not None
+    key = module.CommitKey(cursors.replay.window, num_draft, dtype_name(index_dtype), has_mask, has_accepted)
     return module.kernel(key, _arch(cursors.device))
 
 

@@ -87,6 +87,8 @@ class ReplaySpec:
     ring_capacity: int = field(default=0)
 
     def __post_init__(self) -> None:
+        for name in ("window", "max_draft", "ring_capacity"):
+            _require(type(getattr(self, name)) is int, name, "an int", getattr(self, name))
         _require(1 <= self.window <= MAX_WINDOW, "window", f"1 to {MAX_WINDOW}", self.window)
         limit = min(MAX_DRAFT, self.window)
         _require(1 <= self.max_draft <= limit, "max_draft", f"1 to min({MAX_DRAFT}, window) = {limit}", self.max_draft)

@@ -74,7 +74,7 @@ BEFORE: dict[str, tuple[str, Callable[[Work], object]]] = {
     "a lost record": ("output", lambda work: work.cursors.num_committed[slot(work, 2)].sub_(1)),
     "a wrong ring start": ("output", lambda work: work.cursors.ring_start[slot(work, 2)].add_(1)),
     "a wrong state": ("output", lambda work: work.pool.checkpoint[slot(work, 0), 1].mul_(1.02)),
-    "a fold that did not happen": ("checkpoint", lambda work: setattr(work, "force_fold", None)),
+    "a fold that did not happen": ("checkpoint", lambda work: work.force_fold.zero_()),
 }
 AFTER: dict[str, tuple[str, Callable[[Work, Tensor], object]]] = {
     "a wrong head": ("output", lambda work, out: out[0, 0, 3].mul_(1.03)),
@@ -172,21 +172,20 @@ def test_extreme_dt_stays_finite(device: torch.device) -> None:
         work = scene.on(device)
         work.inputs = work.inputs._replace(dt=torch.full_like(work.inputs.dt, level))
         assert mistakes(work) == [], level
-    work = Scene(BASE, (3, 5)).on(device)
-    work.inputs = work.inputs._replace(dt=torch.full_like(work.inputs.dt, 3e4), D=None, z=None)
+    work = Scene(BASE, (3, 5), given=GIVEN["dt_softplus"]).on(device)
+    work.inputs = work.inputs._replace(dt=torch.full_like(work.inputs.dt, 3e4))
     out, token = work.step(), work.inputs
     score = (token.C.double() * token.B.double()).sum(-1).repeat_interleave(BASE.HV // BASE.HK, -1)
-    alone = (score * (token.dt.double() + token.dt_bias.double()))[..., None] * token.x.double()
+    alone = score[..., None] * token.x.double() * 3e4
     # Everything before the token has decayed to nothing.
     assert excess("output", out, alone.to(out.dtype), alone, keep=(0, 2)) == []
 
 
 def test_small_dt_keeps_its_digits(device: torch.device) -> None:
     """log(1 + e^x) loses all digits of e^x far below 0, where softplus is e^x."""
-    work = Scene(BASE, (0, 1, 5)).on(device)
-    work.inputs = work.inputs._replace(
-        dt=torch.tensor([-6.0, -9.0, -14.0], dtype=BF16, device=device).view(3, 1, 1).expand(3, 1, 4).contiguous()
-    )
+    work = Scene(BASE, (0, 1, 5, 2) * 4).on(device)
+    levels = torch.linspace(-4, -14, work.inputs.dt.numel(), device=device)
+    work.inputs = work.inputs._replace(dt=levels.to(BF16).view(work.inputs.dt.shape))
     slots = work.slots
     places = (work.cursors.ring_start + work.cursors.num_committed)[slots].long() % work.pool.replay.ring_capacity
     work.step()
@@ -397,6 +396,31 @@ def test_copied_slots_decode_as_their_sources(dtype: torch.dtype, device: torch.
         replayssm.copy_slots(stale.cursors, source[:2], free, pools=[stale.pool])
         stale.cursors.num_committed[free] = 0
         assert not same_bytes(decode(stale, free, per_token(inputs, lambda x: x[:2])), expected)
+
+
+def test_a_step_without_rows_does_nothing(device: torch.device) -> None:
+    work = busy_scene(BASE).on(device)
+    before = work.clone()
+    none = work.cache_indices[:0]
+    inputs = work.inputs._replace(**{name: getattr(work.inputs, name)[:0] for name in ("x", "dt", "B", "C", "z")})
+    out = replayssm.step(work.pool, work.cursors, inputs, cache_indices=none)
+    replayssm.commit(work.cursors, cache_indices=none)
+    assert out.shape == (0, *work.inputs.x.shape[1:])
+    for ours, theirs in zip(work.pool.tensors, before.pool.tensors, strict=True):
+        assert same_bytes(ours, theirs)
+    assert torch.equal(work.cursors.num_committed, before.cursors.num_committed)
+
+
+def test_pools_of_other_slots_are_refused(device: torch.device) -> None:
+    work = busy_scene(BASE).on(device)
+    other = make_pool(work.pool.layer, work.pool.replay, work.pool.num_slots + 1, device=device)
+    slots = torch.tensor([0], device=device)
+    for call in (
+        lambda: replayssm.reset(work.cursors, slots, pools=[work.pool, other]),
+        lambda: replayssm.copy_slots(work.cursors, slots, slots + 1, pools=[work.pool, other]),
+    ):
+        with pytest.raises(ValueError, match=r"pools\[1\]: expected \d+ slots"):
+            call()
 
 
 def test_slots_may_be_swapped_by_one_copy(device: torch.device) -> None:

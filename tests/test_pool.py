@@ -151,6 +151,8 @@ BAD: dict[str, tuple[str, Any, type[Exception], tuple[str, ...]]] = {
     "a misaligned ring": ("value", behind(GOOD["value"], 3), ValueError, ("16-byte", "address")),
     "misaligned records": ("value", padded(GOOD["value"], 4), ValueError, ("16-byte", "strides")),
     "keys for each value head": ("key", torch.zeros(5, 4, R, 32).bfloat16(), ValueError, ("expected (5, 2, 8, 32)",)),
+    "one slot for all": ("checkpoint", STATE[:1].expand(5, -1, -1, -1), ValueError, ("memory of its own", "strides")),
+    "one decay for all": ("decay", GOOD["decay"][:1].expand(5, -1, -1), ValueError, ("memory of its own", "strides")),
     "16-bit decays": ("decay", GOOD["decay"].bfloat16(), TypeError, ("float32", "bfloat16")),
     "decays for each channel": ("decay", torch.zeros(5, 4, R, 32), ValueError, ("expected (5, 4, 8)", "(5, 4, 8, 32)")),
 }  # fmt: skip

@@ -63,6 +63,9 @@ def test_decays_per_channel_are_those_of_kda() -> None:
         ({"window": 3, "max_draft": 4}, ("max_draft", "min(16, window) = 3", "got 4")),
         ({"ring_capacity": 16}, ("ring_capacity", "window + max_draft = 17", "got 16")),
         ({"ring_capacity": -1}, ("ring_capacity", "got -1")),
+        ({"window": 16.0}, ("window", "an int", "got 16.0")),
+        ({"window": "16"}, ("window", "an int", "got '16'")),
+        ({"max_draft": True}, ("max_draft", "an int", "got True")),
     ],
 )
 def test_a_replay_refuses(changes: dict[str, Any], words: tuple[str, ...]) -> None:

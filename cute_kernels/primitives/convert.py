@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import Float32, Uint32
 
 ptx = cute.arch.inline_ptx
 
@@ -34,33 +34,3 @@ def pack(values: list[Any], dtype: str) -> list[Uint32]:
         ptx(text, write_only_types=[Uint32], read_only_args=[values[i], values[i + 1]])
         for i in range(0, len(values), 2)
     ]
-
-
-class DotProduct:
-    """A running dot product of packed words with floats, in Float32.
-
-    Half precision is widened in two ways, because the conversion instruction alone would be the limit (H200, 2026-11:
-    MEASURE us at batch 256): the low halves by it, the high halves by integer instructions that leave a value 2**-112
-    times too small. These have a sum of their own, so its scale costs one multiplication.
-    """
-
-    def __init__(self, dtype: str) -> None:
-        self.dtype = dtype
-        self.sum = Float32(0.0)
-        self.small_sum = Float32(0.0)
-
-    def add(self, words: list[Any], values: list[Any]) -> None:
-        """Add the products of the words' values with as many floats."""
-        if self.dtype != "float16":
-            for x, y in zip(unpack(words, self.dtype), values, strict=True):
-                self.sum = self.sum + x * y
-            return
-        text = "{.reg .b16 l,h; mov.b32 {l,h}, {$r0}; cvt.f32.f16 {$w0}, l;}"
-        for word, low, high in zip(words, values[::2], values[1::2], strict=True):
-            self.sum = self.sum + ptx(text, write_only_types=[Float32], read_only_args=[word]) * low
-            bits = (word.bitcast(Int32) >> 3) & Int32(-0x70002000)  # sign, then exponent and mantissa 13 bits up
-            self.small_sum = self.small_sum + bits.bitcast(Float32) * high
-
-    def total(self) -> Float32:
-        """The dot product so far."""
-        return self.sum if self.dtype != "float16" else self.sum + self.small_sum * Float32(2.0**112)

@@ -41,12 +41,14 @@ class FoldStage:
 
     Args:
         keys, values: byte addresses in shared memory.
+        products: byte address of float [rows]; receives each new row's product with the query.
         column_lane: which of the row's `tile.fold_lanes` lanes this thread is.
         first_row: the first of this thread's rows; they are `tile.fold_rows` apart.
     """
 
     keys: Int32
     values: Int32
+    products: Int32
     column_lane: Int32
     first_row: Int32
 
@@ -54,7 +56,8 @@ class FoldStage:
     def of(cls, tile: Tile, staging: Any, thread: Any) -> FoldStage:
         """The stage of a thread of the CTA, with its records at shared address `staging`."""
         values = staging + tile.padded_window * tile.d_state * tile.activation_size
-        return cls(staging, values, thread % tile.fold_lanes, thread // tile.fold_lanes)
+        products = values + tile.padded_window * tile.rows * 4
+        return cls(staging, values, products, thread % tile.fold_lanes, thread // tile.fold_lanes)
 
 
 def stage_record(
@@ -116,8 +119,7 @@ def fold_tile(
     """Fold the staged records into the tile in shared memory and write the tile to the checkpoint.
 
     Args:
-        state: shared address of the tile [rows][K] as read from the checkpoint; the first word of each row receives
-            the new row's product with the query, a float, once its lanes, all of one warp, have read the row.
+        state: shared address of the tile [rows][K] as read from the checkpoint.
         checkpoint: global address of the same tile.
         num_records: staged records; zeros follow, since the window is staged in whole passes.
         decay: product of the decays of all staged records.
@@ -155,11 +157,11 @@ def fold_tile(
                 for e in cutlass.range_constexpr(tile.vector):
                     dot = dot + part[e] * query[c * tile.vector + e]
             dots.append(dot)
-        store_products(stage, statics, state, dots, first_row)
+        store_products(stage, statics, dots, first_row)
 
 
-def store_products(stage: FoldStage, statics: FoldStatics, state: Any, dots: list[Any], first_row: Any) -> None:
-    """Sum the dots of this thread's rows over the row's lanes and write each to the first word of its row."""
+def store_products(stage: FoldStage, statics: FoldStatics, dots: list[Any], first_row: Any) -> None:
+    """Sum the dots of this thread's rows over the row's lanes and write them to the stage's products."""
     tile = statics.tile
     masks = tuple(1 << b for b in reversed(range(tile.fold_lanes.bit_length() - 1)))
     kept = transposing_sum(dots, stage.column_lane, masks)
@@ -167,4 +169,4 @@ def store_products(stage: FoldStage, statics: FoldStatics, state: Any, dots: lis
     for i, dot in enumerate(kept):
         inside = owner & (first + i < tile.fold_block)
         row = first_row + (first + i) * tile.fold_rows
-        store_shared_if(inside, state + row * (tile.d_state * tile.state_size), [dot.bitcast(Int32)])
+        store_shared_if(inside, stage.products + row * 4, [dot.bitcast(Int32)])

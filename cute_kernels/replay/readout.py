@@ -8,7 +8,7 @@ from typing import Any
 from cutlass import Float32, Int32
 
 from cute_kernels.configs import LANES_PER_RECORD, Tile
-from cute_kernels.primitives.convert import DotProduct, unpack
+from cute_kernels.primitives.convert import unpack
 from cute_kernels.primitives.memory import load_shared, store_shared_if
 from cute_kernels.primitives.reduce import sum_lanes, transposed_place, transposing_sum
 
@@ -16,12 +16,19 @@ ROW_LANES = (4, 2, 1)  # masks of the lanes that share a record or a row
 RECORD_LANES = (16, 8)  # masks of the lanes that hold other records in the same place
 
 
+def add_products(total: Any, words: list[Any], values: list[Any], dtype: str) -> Float32:
+    """`total` plus the products of packed words with as many floats."""
+    for x, y in zip(unpack(words, dtype), values, strict=True):
+        total = total + x * y
+    return total
+
+
 def score(key: list[list[Any]], query: list[list[Any]], dtype: str) -> Float32:
     """Dot product of a record's key with the query, known in the 8 lanes that share it."""
-    product = DotProduct(dtype)
+    product = Float32(0.0)
     for words, values in zip(key, query, strict=True):
-        product.add(words, values)
-    return sum_lanes(product.total(), ROW_LANES)
+        product = add_products(product, words, values, dtype)
+    return sum_lanes(product, ROW_LANES)
 
 
 def add_weighted(sums: list[Any], values: list[list[Any]], weight: Any, dtype: str) -> list[Any]:
@@ -77,9 +84,9 @@ def read_tile(tile: Tile, dtype: str, state: Any, query: list[list[Any]], lane: 
     base = state + first_row * row_bytes + lane % LANES_PER_RECORD * 16
     sums = []
     for i in range(tile.rows // tile.readout_rows):
-        product = DotProduct(dtype)
+        product = Float32(0.0)
         for c in range(tile.key_chunks):
             words = load_shared(base, 4, offset=i * tile.readout_rows * row_bytes + c * LANES_PER_RECORD * 16)
-            product.add(words, query[c])
-        sums.append(product.total())
+            product = add_products(product, words, query[c], dtype)
+        sums.append(product)
     return transposing_sum(sums, lane, ROW_LANES)

@@ -1,0 +1,55 @@
+"""One small case of each kernel, to run under compute-sanitizer; needs a GPU, checks nothing itself.
+
+    compute-sanitizer --tool memcheck --error-exitcode 1 python -m tests.cute_kernels.sanitize
+    compute-sanitizer --tool racecheck --error-exitcode 1 python -m tests.cute_kernels.sanitize
+
+Every step mixes rows that read, rows that fold, rows that are forced to, and padding. One case for each way that the
+step is built: whole heads and heads shared by several CTAs, a window of one pass and of many, 16-bit and 32-bit state
+and activations, every optional input and none, packed and strided rings, dependent launches. `commit` with and without
+its optional arguments. Numbers are compared by `tests/cute_kernels/test_step.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from cute_kernels.configs import StepConfig
+from tests.helpers.oracle import BARE, BASE, F32, Scene, Work, busy_scene
+
+HALF = torch.float16
+STEPS: dict[str, tuple[Scene, dict[str, object]]] = {
+    "bf16, all inputs, forced folds": (busy_scene(BASE), {}),
+    "bf16, no optional input": (busy_scene(BASE, given=BARE, forced=None), {}),
+    "fp32": (busy_scene(replace(BASE, activation=F32)), {}),
+    "fp16 state and activations, int32": (
+        busy_scene(replace(BASE, activation=HALF, checkpoint=HALF), index_dtype=torch.int32),
+        {},
+    ),
+    "two CTAs a head": (busy_scene(BASE), {"config": StepConfig(split=2)}),
+    "four CTAs a head, dependent": (busy_scene(BASE), {"config": StepConfig(split=4), "pdl": True}),
+    "window 64, strided rings": (busy_scene(replace(BASE, window=64), ring_layout="strided"), {}),
+    "window 1, head-major rings": (busy_scene(replace(BASE, window=1), ring_layout="head_major"), {}),
+    "head_dim 80, d_state 256": (busy_scene(replace(BASE, V=80, K=256)), {}),
+}
+
+
+def run(work: Work, options: dict[str, object]) -> None:
+    """Two model steps, the second from what the first left behind."""
+    work.step(**options)
+    work.commit()
+    work.step(**options)
+    accepted = torch.ones(len(work.cache_indices), dtype=torch.int32, device=work.cache_indices.device)
+    work.commit(num_accepted=accepted)
+
+
+def main() -> None:
+    for name, (scene, options) in STEPS.items():
+        run(scene.on("cuda"), options)
+        torch.cuda.synchronize()
+        print(f"{name}: ran", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""A plan names one kernel: it exists for every layer that kernels cover, fits the GPU, and differs where they differ.
+
+Grid: the Mamba-2 layers of every released model and every odd geometry of `helpers.cases`, batches of 1 to 4096, all
+architectures. A key whose text does not tell two kernels apart would load one for the other from the disk cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from cute_kernels.arch import ARCHES, Arch, arch_of_capability
+from cute_kernels.configs import Mamba2Options, RowOptions, StepConfig, StepKey, Tile, invalid_reason, is_valid
+from replayssm import LayerSpec, Plan, ReplaySpec, plan_step
+from tests.helpers.cases import ODD, RELEASED, Case, pick
+
+LAYER, REPLAY, OPTIONS = LayerSpec("mamba2", 8, 2, 64, 128), ReplaySpec(), Mamba2Options()
+BATCHES = (1, 2, 8, 32, 100, 256, 4096)
+CASES = [c for c in pick((*ODD, *RELEASED), recurrence="mamba2", num_tokens=1) if c.V in (64, 80, 128)]
+
+
+def plan(layer: LayerSpec = LAYER, replay: ReplaySpec = REPLAY, options: Mamba2Options = OPTIONS, **more: Any) -> Plan:
+    return plan_step(layer, replay, options, **({"arch": "sm_90a", "batch": 8} | more))
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_every_covered_layer_has_a_plan_that_fits(case: Case, arch: str) -> None:
+    for batch in BATCHES:
+        made = plan(case.layer, case.replay, arch=arch, batch=batch)
+        assert made.source == "heuristic"
+        assert made.arch == arch
+        assert is_valid(made.key, ARCHES[arch])
+        assert Tile.of(made.key).smem_bytes <= ARCHES[arch].smem_bytes
+        key = made.key
+        assert (key.num_v_heads, key.num_k_heads, key.head_dim, key.d_state) == (case.HV, case.HK, case.V, case.K)
+        assert (key.window, key.ring_capacity) == (case.window, case.replay.ring_capacity)
+        assert f"torch.{key.checkpoint_dtype}" == str(case.checkpoint)
+        assert f"torch.{key.activation_dtype}" == str(case.activation)
+
+
+def test_heads_from_1_to_256_and_any_ratio_have_a_plan() -> None:
+    for heads in range(1, 257):
+        for groups in {1, heads}:
+            plan(replace(LAYER, num_v_heads=heads, num_k_heads=groups))
+
+
+def test_an_explicit_config_is_taken_as_it_is() -> None:
+    config = StepConfig(split=2)
+    made = plan(config=config)
+    assert made.source == "explicit"
+    assert made.key.config is config
+    assert made.key != plan().key
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"head_dim": 48}, ("head_dim", "64, 80 and 128", "48")),
+        ({"head_dim": 256}, ("head_dim", "256")),
+        ({"d_state": 96}, ("d_state", "64, 128 and 256", "96")),
+        ({"d_state": 512}, ("d_state", "512")),
+        ({"num_v_heads": 258}, ("num_v_heads", "1 to 256", "258")),
+        ({"recurrence": "gdn"}, ("recurrence", "mamba2", "'gdn'", "CPU")),
+        ({"recurrence": "kda"}, ("recurrence", "mamba2", "'kda'", "CPU")),
+    ],
+)
+def test_what_no_kernel_covers_is_named(changes: dict[str, Any], words: tuple[str, ...]) -> None:
+    with pytest.raises(NotImplementedError) as caught:
+        plan(replace(LAYER, **changes))
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize("split", [3, 64, 128])
+def test_a_split_that_does_not_fit_is_named(split: int) -> None:
+    with pytest.raises(NotImplementedError, match="split"):
+        plan(config=StepConfig(split=split))
+
+
+def test_a_tile_that_does_not_fit_is_named() -> None:
+    """With the limit in bytes: the largest state whole, on an architecture that has less."""
+    key = plan(replace(LAYER, head_dim=128, d_state=256), config=StepConfig(split=1)).key
+    small = Arch("sm_90a", 132, smem_bytes=Tile.of(key).smem_bytes - 1)
+    assert invalid_reason(key, replace(small, smem_bytes=small.smem_bytes + 1)) is None
+    reason = invalid_reason(key, small)
+    assert reason is not None
+    assert all(word in reason for word in ("shared memory", str(small.smem_bytes), "split"))
+
+
+def test_a_plan_is_a_value() -> None:
+    assert plan() is plan()
+    assert eval(repr(plan()), vars(dataclasses) | {t.__name__: t for t in KEY_TYPES}) == plan()
+
+
+KEY_TYPES = (Plan, StepKey, StepConfig, Mamba2Options, RowOptions)
+OTHER: dict[str, Any] = {
+    "num_v_heads": 16, "num_k_heads": 4, "head_dim": 80, "d_state": 256, "window": 8, "ring_capacity": 40,
+    "ring_layout": "head_major", "checkpoint_dtype": "bfloat16", "activation_dtype": "float16",
+    "options.dt_dtype": "float32", "options.D_dtype": "float32", "options.has_z": True,
+    "options.dt_bias_dtype": "bfloat16", "options.dt_softplus": True, "config.split": 4, "rows.index_dtype": "int64",
+    "rows.has_force_fold": True, "rows.pdl": True,
+}  # fmt: skip
+
+
+def test_every_field_of_a_key_tells_kernels_apart() -> None:
+    """A dtype, an option or a layout that the text leaves out loads a kernel that reinterprets its inputs."""
+    key = plan().key
+    texts = {repr(key)}
+    for name, value in OTHER.items():
+        outer, _, inner = name.rpartition(".")
+        change = {outer: replace(getattr(key, outer), **{inner: value})} if outer else {inner: value}
+        texts.add(repr(replace(key, **change)))
+    assert len(texts) == 1 + len(OTHER)
+    fields = {f.name for f in dataclasses.fields(StepKey)} - {"options", "config", "rows"}
+    for part in ("options", "rows"):
+        fields |= {f"{part}.{f.name}" for f in dataclasses.fields(getattr(key, part))}
+    assert fields <= set(OTHER), "a field of the key is missing from this table"
+
+
+def test_an_architecture_for_each_capability() -> None:
+    named = {capability: arch_of_capability(capability).name for capability in ((9, 0), (10, 0), (10, 3))}
+    assert named == {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
+    assert set(named.values()) == set(ARCHES)
+
+
+def test_dtypes_are_named_as_kernels_know_them() -> None:
+    made = plan(replay=ReplaySpec(checkpoint_dtype=torch.float16, activation_dtype=torch.float32))
+    assert (made.key.checkpoint_dtype, made.key.activation_dtype) == ("float16", "float32")
