@@ -208,16 +208,15 @@ def is_valid(key: StepKey, arch: Arch) -> bool:
 def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
     """A configuration without a measurement of the shape; None if no split makes the tile fit.
 
-    One CTA a head is best as long as its tile leaves room for several CTAs on a multiprocessor; heads are split further
-    while all parts still find a multiprocessor of their own (H200, 2026-11-29, docs/performance.md). A float32
-    checkpoint leaves registers to fold 32 values at a time.
+    One CTA a head, unless its tile would leave room for few on a multiprocessor. Splitting heads further does not pay
+    even where most multiprocessors stay idle: 16 to 128 heads at batch 1 to 8 took as long or longer with 2 or 4 CTAs a
+    head, since each repeats the work on the window (H200, 2026-11-29, docs/performance.md). A float32 checkpoint leaves
+    registers to fold 32 values at a time.
     """
+    del batch  # no measured shape wants another choice at another batch
     fold_values = 32 if key.checkpoint_dtype == "float32" else 16
-    chosen = None
     for split in (1, 2, 4, 5, 8):
         candidate = replace(key, config=StepConfig(split, fold_values))
-        if not is_valid(candidate, arch) or Tile.of(candidate).bytes > LARGEST_TILE_BYTES:
-            continue
-        if chosen is None or batch * key.num_v_heads * split <= arch.num_sms:
-            chosen = candidate.config
-    return chosen
+        if is_valid(candidate, arch) and Tile.of(candidate).bytes <= LARGEST_TILE_BYTES:
+            return candidate.config
+    return None

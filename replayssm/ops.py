@@ -209,6 +209,8 @@ def _cuda_commit(
         checks.check_commit(cursors, cache_indices, num_draft, num_accepted, force_fold)
         signature = (num_draft, cache_indices.dtype, _dtype_of(num_accepted), _dtype_of(force_fold))
         kernel = cursors.kernels[signature] = _commit_kernel(cursors, *signature)
+    if cache_indices.shape[0] == 0:  # nothing to launch
+        return
     if checks.DEBUG:
         checks.check_rows(cursors, cache_indices, pad_slot_id)
     rows = (cache_indices, None if force_fold is None else force_fold.view(torch.uint8))

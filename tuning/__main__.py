@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 a kernel failed its correctness gate, 2 a wrong command li
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,7 @@ from replayssm.spec import ReplaySpec
 from tuning.matrix import ALL_MODELS, BATCHES, DEFAULT_MODEL, Options, exit_code
 from tuning.matrix import plan as plan_matrix
 from tuning.measure import DEFAULT_ROUNDS, PROTOCOL
-from tuning.report import plan_table, results_table
+from tuning.report import markdown_table, plan_table, results_table
 from tuning.roofline import NOMINAL_H200
 from tuning.shapes import ModelShape, lookup, names
 from tuning.store import Record
@@ -89,7 +90,8 @@ def bench(
         raise click.UsageError("no CUDA device here; --dry-run prints the plan without one")
     from tuning.bench import Bench, Machine
 
-    record = Record(json_path, {"protocol": PROTOCOL, "command": sys.argv[1:], "rounds": options.rounds})
+    command = [Path(word).name if word == str(json_path) else word for word in sys.argv[1:]]
+    record = Record(json_path, {"protocol": PROTOCOL, "command": command, "rounds": options.rounds})
     try:
         Bench(options, _spec(Machine.current_cuda), record, console).run()
     finally:
@@ -126,6 +128,13 @@ def warmup(model: str, tp: int, arch: str | None, has_z: bool, **rest: Any) -> N
     for plan in plans:
         click.echo(plan)
     click.echo(f"{shape.name} on {arch}: {len(plans)} step kernels and their commit are in the cache")
+
+
+@main.command()
+@click.argument("record", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+def report(record: Path) -> None:
+    """Print the steps of a benchmark's record as a Markdown table."""
+    click.echo(markdown_table(json.loads(record.read_text())["entries"]))
 
 
 def _own_arch() -> str:

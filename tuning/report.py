@@ -90,3 +90,29 @@ def _goal(entry: Mapping[str, Any]) -> str:
     bounds = {"us": "<= {:g} us", "ratio": "<= {:g} x limit", "speedup": ">= {:g} x plain"}
     wanted = ", ".join(bounds[name].format(value) for name, value in entry["goal"].items())
     return f"{speedup + ', ' if speedup else ''}{'met' if entry['goal_met'] else 'MISSED'}: {wanted}"
+
+
+def markdown_table(entries: Iterable[Mapping[str, Any]]) -> str:
+    """The steps of a record as a Markdown table, a row for each layer, state and batch, times in microseconds."""
+    rows: dict[tuple[Any, ...], dict[str, Mapping[str, Any]]] = {}
+    for entry in entries:
+        if "layer" in entry and entry["status"] == "measured":
+            layer = entry["layer"]
+            heads = f"{layer['num_v_heads']}/{layer['num_k_heads']}"
+            name = f"{layer['name'].split('@')[0]}, {heads} x {layer['head_dim']} x {layer['d_state']}"
+            key = (name, _SHORT[entry["replay"]["checkpoint"]], entry["rows"])
+            rows.setdefault(key, {})[entry["what"]] = entry
+    lines = [
+        "| layer, heads/groups x V x K | state | batch "
+        "| non-flush | x limit | fold | x limit | average | plain | ratio |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for (name, state, batch), found in rows.items():
+        if not {"nonflush", "flush", "plain", "average"} <= found.keys():
+            continue
+        reads, folds, plain, average = (found[what] for what in ("nonflush", "flush", "plain", "average"))
+        cells = [name, state, str(batch)]
+        cells += [f"{e[kind]:.{digits}f}" for e in (reads, folds) for kind, digits in (("median_us", 1), ("ratio", 2))]
+        cells += [f"{average['median_us']:.1f}", f"{plain['median_us']:.1f}", f"{average['speedup']:.2f}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
