@@ -359,7 +359,7 @@ def step_kernel(tensors: StepTensors, pad_slot: Int32, key: cutlass.Constexpr):
     waits for one load would hold up those behind it. The compiler moves loads towards their use and long chains away
     from theirs, but not across a CTA barrier or a branch: the first barrier holds the loads that need no slot in front
     of the wait for it, the second the tile's copies in front of the records (H200, 2026-11: without it a single copy
-    moved behind them, 150 instead of 133 us for bfloat16 at batch 256), and the gate, a long chain, is computed in
+    moved behind them, 150 instead of 136 us for bfloat16 at batch 256), and the gate, a long chain, is computed in
     each branch.
     """
     tile, config = Tile.of(key), key.config
@@ -399,7 +399,7 @@ def step_kernel(tensors: StepTensors, pad_slot: Int32, key: cutlass.Constexpr):
             tokens=TOKENS,
         )
         # Rows that only read stream the checkpoint through L2 without keeping it, so that the lines written beside it
-        # stay (264 -> 247 us at batch 256); rows that fold write it back, and evict-first would cost 559 -> 580 us.
+        # stay (265 -> 251 us at batch 256); rows that fold write it back, and evict-first would cost 559 -> 583 us.
         policy = select(cursor.folds, Int64(EVICT_NORMAL), Int64(EVICT_FIRST))
         tile_at = address(tensors.pool.checkpoint, SIZE_BYTES[key.checkpoint_dtype], slot, head, place.first_row)
         bulk_load(thread, shared.state, tile_at, shared.barrier, policy, tile.bytes)

@@ -49,7 +49,7 @@ def step(
         inputs: `Mamba2Inputs`, `GdnInputs` or `KdaInputs` of T tokens a row, 1 to `max_draft`. CUDA kernels exist for
             Mamba-2 with T = 1.
         cache_indices: [rows] int32 or int64, the slot of each row. Rows of `pad_slot_id` or of a negative slot are
-            padding: their output is zero and nothing else of theirs is read or written.
+            padding: their output is zero, whatever their inputs hold, and nothing else is written.
         out: [rows, T, HV, V] activation dtype, heads packed; written. Allocated when None.
         force_fold: [rows] bool, or None.
         pdl: launch with programmatic dependent launch (CUDA): the kernel starts while the one before it drains.
