@@ -8,6 +8,7 @@ from typing import Any
 from cutlass import Float32, Int32
 
 from cute_kernels.configs import LANES_PER_RECORD, Tile
+from cute_kernels.primitives.arithmetic import select
 from cute_kernels.primitives.convert import unpack
 from cute_kernels.primitives.memory import load_shared, store_shared_if
 from cute_kernels.primitives.reduce import sum_lanes, transposed_place, transposing_sum
@@ -56,7 +57,7 @@ class OutputRows:
 
     Args:
         first_row: the first row that this thread's lanes read; the others follow `tile.readout_rows` apart.
-        rows: the rows whose sums this lane is left with.
+        rows: the rows whose sums this lane is left with; any row of the tile where the sum is padding.
         inside: for each of them, whether this lane is the one to write it.
     """
 
@@ -67,9 +68,13 @@ class OutputRows:
     @classmethod
     def of(cls, tile: Tile, lane: Any, warp: Any) -> OutputRows:
         first_row = warp * (tile.readout_rows // tile.warps) + lane // LANES_PER_RECORD
-        first, count, owner = transposed_place(tile.rows // tile.readout_rows, lane, ROW_LANES)
+        read = tile.rows // tile.readout_rows
+        first, count, owner = transposed_place(read, lane, ROW_LANES)
         rows = [(first + i) * tile.readout_rows + first_row for i in range(count)]
-        return cls(first_row, rows, [Int32(owner) * Int32(row < tile.rows) for row in rows])
+        inside = [Int32(owner) * Int32(row < tile.rows) for row in rows]
+        if read & (read - 1):  # some sums are padding
+            rows = [select(row < tile.rows, row, first_row) for row in rows]
+        return cls(first_row, rows, inside)
 
 
 def read_tile(tile: Tile, dtype: str, state: Any, query: list[list[Any]], lane: Any, first_row: Any) -> list[Float32]:

@@ -1,0 +1,106 @@
+"""The verbs with their kernels on a CPU: ops, generated host code and PTX as they are, the device interpreted.
+
+`Bench.installed` puts a stand-in where `cute_kernels` hands out compiled kernels. It lets the real host code record the
+launch (`recorder`) and the interpreter execute it on the caller's tensors (`machine`). So a step here plans, checks,
+launches and computes as on a GPU, and every test of `helpers.oracle` can be asked of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, Literal
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from cute_kernels import commit, step
+from replayssm import ops
+from tests.helpers.oracle import Scene, Work
+from tests.ptx.recorder import Launch, buffers_of, record
+
+WRITTEN = {step: (0, 5), commit: (0,)}  # which arguments a kernel may write: the pool and the output, the cursors
+
+
+@dataclass
+class Bench:
+    """How launches run.
+
+    Args:
+        arch: of the PTX.
+        mode: when asynchronous work completes, "early" or "late"; None records and runs nothing.
+        seed: of the order in which warps run.
+        change: what to make of the PTX before it runs; for teeth.
+        launches: every launch so far.
+    """
+
+    arch: str = "sm_90a"
+    mode: Literal["early", "late"] | None = None
+    seed: int = 0
+    change: Callable[[str], str] = str
+    launches: list[Launch] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Let `ops` launch here."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(mock.patch.object(ops, "_arch", return_value=self.arch))
+            for module in (step, commit):
+                stack.enter_context(mock.patch.object(module, "kernel", self._stand_in(module)))
+            yield
+
+    def _stand_in(self, module: ModuleType) -> Callable[[Hashable, str], Callable[..., None]]:
+        def kernel(key: Hashable, arch: str) -> Callable[..., None]:
+            def launch(*groups: Any) -> None:
+                self._run(module, key, arch, as_torch(groups))
+
+            return launch
+
+        return kernel
+
+    def _run(self, module: ModuleType, key: Hashable, arch: str, groups: tuple[Any, ...]) -> None:
+        launch: Any = record(module, key, arch, *groups)
+        launch = dataclasses.replace(launch, ptx=self.change(launch.ptx))
+        self.launches.append(launch)
+        if self.mode is not None:
+            from tests.ptx.machine import run_launch
+
+            written = [group for i, group in enumerate(groups) if i in WRITTEN[module]]
+            others = [group for i, group in enumerate(groups) if i not in WRITTEN[module]]
+            buffers = buffers_of(*written) + buffers_of(*others, writeable=False)
+            run_launch(launch, buffers, mode=self.mode, seed=self.seed)
+
+
+def as_torch(group: Any) -> Any:
+    """Torch tensors over the same memory for what `ops` converted once, in tuples."""
+    import tvm_ffi
+
+    if isinstance(group, (tuple, tvm_ffi.Array)):
+        return tuple(map(as_torch, group))
+    return torch.from_dlpack(group) if isinstance(group, tvm_ffi.Tensor) else group
+
+
+@dataclass
+class Interpreted(Work):
+    """A `Work` on the CPU whose verbs take the way of CUDA tensors."""
+
+    bench: Bench = field(default_factory=Bench)
+
+    @classmethod
+    def of(cls, work: Work | Scene, bench: Bench) -> Interpreted:
+        made = work.on("cpu") if isinstance(work, Scene) else work
+        return cls(**{**vars(made), "bench": bench})
+
+    def step(self, *, out: Tensor | None = None, pdl: bool = False, config: Any = None, **_: Any) -> Tensor:
+        rows = (self.cache_indices, out, self.force_fold, self.pad_slot_id)
+        with self.bench.installed():
+            return ops._cuda_step(self.pool, self.cursors, self.inputs, *rows, (pdl, config))
+
+    def commit(self, *, num_draft: int = 1, num_accepted: Tensor | None = None, **_: Any) -> None:
+        how = (num_draft, num_accepted, self.force_fold, self.pad_slot_id)
+        with self.bench.installed():
+            ops._cuda_commit(self.cursors, self.cache_indices, *how)
