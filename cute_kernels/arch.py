@@ -11,18 +11,14 @@ class Arch:
 
     Args:
         name: the compiler's name, e.g. "sm_90a".
-        num_sms: multiprocessors of the usual part (H200 132, B200 148, B300 148).
         smem_bytes: shared memory that one CTA may take.
-        smem_per_sm_bytes: shared memory that the CTAs of one multiprocessor share.
     """
 
     name: str
-    num_sms: int
     smem_bytes: int = 227 * 1024
-    smem_per_sm_bytes: int = 228 * 1024
 
 
-ARCHES = {arch.name: arch for arch in (Arch("sm_90a", 132), Arch("sm_100a", 148), Arch("sm_103a", 148))}
+ARCHES = {arch.name: arch for arch in (Arch("sm_90a"), Arch("sm_100a"), Arch("sm_103a"))}
 _BY_CAPABILITY = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
 
 

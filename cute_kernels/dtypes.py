@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import cutlass
-
-DtypeName = Literal["float32", "bfloat16", "float16", "int32", "int64", "uint8"]
 
 CUTLASS_DTYPE = {
     "float32": cutlass.Float32,

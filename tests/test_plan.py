@@ -84,7 +84,7 @@ def test_a_split_that_does_not_fit_is_named(split: int) -> None:
 def test_a_tile_that_does_not_fit_is_named() -> None:
     """With the limit in bytes: the largest state whole, on an architecture that has less."""
     key = plan(replace(LAYER, head_dim=128, d_state=256), config=StepConfig(split=1)).key
-    small = Arch("sm_90a", 132, smem_bytes=Tile.of(key).smem_bytes - 1)
+    small = Arch("sm_90a", smem_bytes=Tile.of(key).smem_bytes - 1)
     assert invalid_reason(key, replace(small, smem_bytes=small.smem_bytes + 1)) is None
     reason = invalid_reason(key, small)
     assert reason is not None

@@ -25,12 +25,7 @@ class Gate:
 
 
 class Recurrence(Protocol):
-    """A frozen, hashable policy; its methods are called while a kernel is traced.
-
-    `value_needs_state` says whether a token's value record can be made only after a readout of the state.
-    """
-
-    value_needs_state: bool
+    """A frozen, hashable policy; its methods are called while a kernel is traced."""
 
     def key(self, inputs: Any) -> cute.Tensor:
         """The keys of this step's tokens, [rows, T, HK, K]."""

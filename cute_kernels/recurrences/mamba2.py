@@ -21,7 +21,6 @@ class Mamba2:
 
     options: Mamba2Options
     activation_dtype: str
-    value_needs_state = False
 
     def key(self, inputs: Mamba2Tensors) -> cute.Tensor:
         return inputs.B

@@ -20,7 +20,6 @@ from tests.ptx.integer import COMPARE
 from tests.ptx.parser import Instruction
 
 NAN = np.uint32(0x7FFFFFFF)
-SIGN = np.uint32(0x80000000)
 SMALLEST_NORMAL = np.float32(2.0**-126)
 ROUNDINGS = {"rn", "rz", "rm", "rp"}
 Floats = Callable[..., np.ndarray]
