@@ -1,9 +1,10 @@
 """The only place that compiles: in memory first, then the cache on disk, then `cute.compile`.
 
 An entry of the disk cache is a folder `<root>/<arch>/<digest>/` with the host stub and cubin in `kernel.o` and the
-SHA-256 of that file in `kernel.sha256`. The digest covers this package's sources, the compiler's version, the
-architecture and the key, so a change of any of them is a miss. An entry that does not load is reported, removed
-and made anew. The root is `$REPLAYSSM_CACHE`, else `$XDG_CACHE_HOME/replayssm`, else `~/.cache/replayssm`.
+SHA-256 of that file in `kernel.sha256`. The digest covers this package's sources, the compiler's version, the GPU's
+architecture, the host's, and the key, so a change of any of them is a miss. An entry that does not load is reported,
+removed and made anew. The root is `$REPLAYSSM_CACHE`, else `$XDG_CACHE_HOME/replayssm`, else `~/.cache/replayssm`.
+Where that cannot be written, a temporary folder serves the process, and a warning says so.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import platform
 import shutil
+import sys
 import tempfile
 import threading
 import warnings
@@ -27,10 +30,13 @@ from cutlass.cute.runtime import load_module
 
 _loaded: dict[tuple[str, Hashable, str], tuple[Callable[..., None], object]] = {}
 _lock = threading.Lock()
+_substitute_root: list[Path] = []  # holds the temporary folder once the root could not be written
 
 
 def cache_root() -> Path:
     """Folder of the disk cache."""
+    if _substitute_root:
+        return _substitute_root[0]
     if root := os.environ.get("REPLAYSSM_CACHE"):
         return Path(root).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "replayssm"
@@ -48,7 +54,8 @@ def _sources_digest() -> str:
 
 def entry_path(function: Callable[..., Any], key: Hashable, arch: str) -> Path:
     """Folder of one kernel in the disk cache; it exists once the kernel was compiled."""
-    facts = (_sources_digest(), cutlass.__version__, arch, function.__module__, function.__qualname__, repr(key))
+    host = (sys.platform, platform.machine())
+    facts = (_sources_digest(), cutlass.__version__, arch, host, function.__module__, function.__qualname__, repr(key))
     return cache_root() / arch / hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
 
 
@@ -102,7 +109,14 @@ def ensure_on_disk(
         _remove(entry, "its checksum is not that of the file")
     if not entry.exists():
         kernel = compile_only(function, make_arguments, arch)
-        entry.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            entry.parent.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=entry.parent).close()
+        except OSError as error:
+            _substitute_root.append(Path(tempfile.mkdtemp(prefix="replayssm-")))
+            warnings.warn(f"kernels are cached for this process only: {error}", RuntimeWarning, stacklevel=3)
+            entry = entry_path(function, key, arch)
+            entry.parent.mkdir(parents=True)
         with tempfile.TemporaryDirectory(dir=entry.parent, prefix="making-") as folder:
             made = Path(folder) / entry.name
             made.mkdir()

@@ -1,7 +1,7 @@
 """Kernels that measure a device's limits: a pure read, a read-modify-write in place, and an empty launch.
 
 A step's time is quoted against these rates, so each probe moves its bytes in the order and with the cache policies
-that were the fastest of those tried (H200, 2026-11-29: 4.55 TB/s read, 3.85 to 4.0 TB/s rewritten in place):
+that were the fastest of those tried (H200, 2026-11-29: 4.56 TB/s read, 4.08 TB/s rewritten in place):
 
 * one CTA of 128 threads for each contiguous 32 KiB tile, as many bytes as an fp32 Mamba-2 head of 64 x 128;
 * the read is a bulk copy into shared memory with L2 evict_first: nothing but the memory system takes part;

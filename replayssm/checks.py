@@ -84,6 +84,8 @@ def check_slots(name: str, slots: object, cursors: Cursors) -> Tensor:
     length = slots.shape[0] if isinstance(slots, Tensor) and slots.dim() else None
     check_tensor(name, slots, (length,), (torch.int64, torch.int32), cursors.device)
     assert isinstance(slots, Tensor)
+    if DEBUG and slots.numel() and not 0 <= int(slots.min()) <= int(slots.max()) < cursors.num_slots:
+        raise ValueError(f"{name}: expected slots of 0 to {cursors.num_slots - 1}, got {slots.tolist()}")
     return slots.long()
 
 
@@ -142,6 +144,7 @@ def check_step(
         check_tensor("out", out, shape, (replay.activation_dtype,), device, contiguous_from=2)
         assert isinstance(out, Tensor)
         check_alignment("out", out, 2)
+        check_own_memory("out", out)
     if force_fold is not None:
         _check_rows_of("force_fold", force_fold, rows, (torch.bool,), device)
 
@@ -201,6 +204,32 @@ def check_rows(cursors: Cursors, cache_indices: Tensor, pad_slot_id: int) -> Non
                 f"{name}: expected 0 to {limit}, got {int(values[bad][0])} in slot {int(slots[bad][0])}; "
                 "reset a slot before its first use"
             )
+
+
+def check_accepted(num_accepted: Tensor | None, num_draft: int, cache_indices: Tensor, pad_slot_id: int) -> None:
+    """Debug mode: refuse a live row that accepts more tokens than were stepped, or fewer than none. Synchronises."""
+    if num_accepted is None:
+        return
+    live = num_accepted[(cache_indices >= 0) & (cache_indices != pad_slot_id)]
+    bad = live[(live < 0) | (live > num_draft)]
+    if bad.numel():
+        raise ValueError(f"num_accepted: expected 0 to num_draft = {num_draft}, got {int(bad[0])}")
+
+
+def check_own_memory(name: str, tensor: Tensor) -> None:
+    """Refuse a tensor of which two elements may share memory.
+
+    Raises:
+        ValueError: by the strides, an axis steps within the extent of those with smaller strides.
+    """
+    extent = 1
+    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
+        if stride < extent:
+            raise ValueError(
+                f"{name}: expected memory of its own for each element, got strides {tensor.stride()} for shape "
+                f"{tuple(tensor.shape)}; pass {name}.contiguous()"
+            )
+        extent = stride * (size - 1) + extent
 
 
 def check_pools(cursors: Cursors, pools: Sequence[Pool]) -> None:

@@ -59,7 +59,7 @@ def plan_step(
     Args:
         options: which optional tensors the layer has, and dtypes.
         arch: "sm_90a", "sm_100a" or "sm_103a".
-        batch: rows of the step; steers the heuristic only.
+        batch: rows of the step; no shape that was measured wants another plan at another batch.
         rows: how the step is called.
         ring_layout: of the pool: "record_major", "head_major" or "strided".
         config: launch parameters, or None to have them chosen.

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.configs import RingLayout
-from replayssm.checks import check_alignment, check_tensor
+from replayssm.checks import check_alignment, check_own_memory, check_tensor
 from replayssm.spec import LayerSpec, ReplaySpec
 
 
@@ -54,19 +54,13 @@ class Pool:
         slots, device = self.checkpoint.shape[0] if self.checkpoint.dim() else 0, self.checkpoint.device
         for name, (shape, dtype) in record_shapes(self.layer, self.replay).items():
             tensor = getattr(self, name)
-            if isinstance(tensor, Tensor) and any(
-                s == 0 < n - 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True)
-            ):
-                raise ValueError(
-                    f"{name}: expected memory of its own for each element, got strides {tensor.stride()} for shape "
-                    f"{tuple(tensor.shape)}; pass {name}.contiguous()"
-                )
             packed_from = 1 if name == "checkpoint" else len(shape)
             if name == "decay" and not self.layer.decays_per_channel:
                 check_tensor(name, tensor, (slots, *shape), (dtype,), device)
-                continue
-            check_tensor(name, tensor, (slots, *shape), (dtype,), device, contiguous_from=packed_from)
-            check_alignment(name, tensor, packed_from)
+            else:
+                check_tensor(name, tensor, (slots, *shape), (dtype,), device, contiguous_from=packed_from)
+                check_alignment(name, tensor, packed_from)
+            check_own_memory(name, tensor)
         object.__setattr__(self, "tensors", (self.checkpoint, self.value, self.key, self.decay))
 
     @property

@@ -21,6 +21,7 @@ from torch import Tensor
 import cute_kernels
 import replayssm
 from cute_kernels.arch import arch_of_capability
+from cute_kernels.configs import Mamba2Options
 from replayssm import GdnInputs, Mamba2Inputs, ReplaySpec, make_cursors, make_pool
 from tests.helpers.oracle import BASE, Scene, Work, busy_scene, per_token
 from tests.helpers.tolerance import same_bytes
@@ -268,6 +269,25 @@ def test_debug_mode_refuses(name: str, device: torch.device, monkeypatch: pytest
     refuse(work, work.commit, V, *words)
 
 
+def test_debug_mode_refuses_what_rows_accept_and_slots_beyond_the_ends(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("replayssm.checks.DEBUG", True)
+    work = busy_scene(BASE).on(device)
+    accepted = torch.ones_like(work.cache_indices, dtype=torch.int32)
+    accepted[work.cache_indices < 0] = 99  # of padding it says nothing
+    work.clone().commit(num_accepted=accepted)
+    live = int((work.cache_indices >= 0).nonzero()[0])
+    for count in (-1, 2):
+        accepted[live] = count
+        refuse(work, lambda: work.commit(num_accepted=accepted), V, "num_accepted", "num_draft = 1", f"got {count}")
+    for slot in (-1, work.pool.num_slots):
+        slots = torch.tensor([slot], device=device)
+        refuse(work, lambda slots=slots: replayssm.reset(work.cursors, slots), V, "slots", f"[{slot}]")
+    first, beyond = torch.tensor([0], device=device), torch.tensor([-1], device=device)
+    refuse(work, lambda: replayssm.copy_slots(work.cursors, first, beyond, pools=[work.pool]), V, "destination", "[-1]")
+
+
 @pytest.mark.parametrize("value", ["1", "0", None])
 def test_debug_mode_is_asked_for_by_the_environment(value: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     if value is None:
@@ -300,7 +320,7 @@ MISSING = ("nvidia-cutlass-dsl", "pip install", "move the tensors to the CPU")
 
 def test_a_missing_compiler_is_named(no_compiler: None) -> None:
     with pytest.raises(NotImplementedError) as caught:
-        replayssm.warmup(BASE.layer, BASE.replay, replayssm.ops.Mamba2Options(), arch="sm_90a")
+        replayssm.warmup(BASE.layer, BASE.replay, Mamba2Options(), arch="sm_90a")
     assert all(word in str(caught.value) for word in MISSING)
 
 

@@ -153,6 +153,10 @@ BAD: dict[str, tuple[str, Any, type[Exception], tuple[str, ...]]] = {
     "keys for each value head": ("key", torch.zeros(5, 4, R, 32).bfloat16(), ValueError, ("expected (5, 2, 8, 32)",)),
     "one slot for all": ("checkpoint", STATE[:1].expand(5, -1, -1, -1), ValueError, ("memory of its own", "strides")),
     "one decay for all": ("decay", GOOD["decay"][:1].expand(5, -1, -1), ValueError, ("memory of its own", "strides")),
+    "slots that overlap": (
+        "checkpoint", STATE.as_strided(STATE.shape, (1024, 512, 32, 1)), ValueError, ("memory of its own",)),
+    "records that overlap": (
+        "decay", GOOD["decay"].as_strided((5, 4, R), (8, 4, 1)), ValueError, ("memory of its own",)),
     "16-bit decays": ("decay", GOOD["decay"].bfloat16(), TypeError, ("float32", "bfloat16")),
     "decays for each channel": ("decay", torch.zeros(5, 4, R, 32), ValueError, ("expected (5, 4, 8)", "(5, 4, 8, 32)")),
 }  # fmt: skip

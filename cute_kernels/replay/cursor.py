@@ -14,10 +14,11 @@ from cute_kernels.primitives.memory import load_byte, load_words
 
 
 def load_slot(rows: RowTensors, row: Any, index_dtype: str) -> Int32:
-    """The slot of a row. A slot beyond 31 bits cannot exist, so the upper half of an int64 index is its sign."""
+    """The slot of a row, -1 for any negative one. A slot beyond 31 bits cannot exist."""
     size = 8 if index_dtype == "int64" else 4
-    address = rows.cache_indices.iterator.toint() + Int64(row) * rows.cache_indices.stride[0] * size
-    return Int32(load_words(address, 1)[0])
+    words = load_words(rows.cache_indices.iterator.toint() + Int64(row) * size, size // 4)
+    slot = Int32(words[0])
+    return slot if size == 4 else select(Int32(words[1]) < 0, Int32(-1), slot)
 
 
 def is_padding(slot: Any, pad_slot: Any) -> Boolean:

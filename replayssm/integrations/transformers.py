@@ -106,6 +106,9 @@ def enable(model: nn.Module, *, window: int = 16, checkpoint_dtype: torch.dtype 
     devices = {mixer.A_log.device for mixer in mixers.values()}
     if len(devices) > 1:
         raise NotImplementedError(f"model: expected all Mamba-2 layers on one device, got {sorted(map(str, devices))}")
+    dtypes = {mixer.conv1d.weight.dtype for mixer in mixers.values()}
+    if len(dtypes) > 1:
+        raise NotImplementedError(f"model: expected one dtype in all Mamba-2 layers, got {sorted(map(str, dtypes))}")
     forwards = {}
     for name, mixer in mixers.items():
         replay = ReplaySpec(window, checkpoint_dtype=checkpoint_dtype, activation_dtype=mixer.conv1d.weight.dtype)
@@ -143,6 +146,17 @@ class _MixerForward:
         self.mixer = mixer
         self.replay = replay
         self.layer = _layer_spec(mixer)
+        self._rate: tuple[object, Tensor] | None = None
+
+    def _decay_rate(self) -> Tensor:
+        """A = -exp(A_log), computed again only when the parameter has changed: a step prepares its launch for it."""
+        A_log = self.mixer.A_log
+        if A_log.is_inference():  # counts no versions
+            return -torch.exp(A_log.float())
+        seen = (A_log.data_ptr(), A_log._version, A_log.dtype, A_log.device)
+        if self._rate is None or self._rate[0] != seen:
+            self._rate = (seen, -torch.exp(A_log.detach().float()))
+        return self._rate[1]
 
     def __call__(
         self, hidden_states: Tensor, cache: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
@@ -187,7 +201,7 @@ class _MixerForward:
             dt=dt,
             B=B.unflatten(-1, groups),
             C=C.unflatten(-1, groups),
-            A=-torch.exp(mixer.A_log.float()),
+            A=self._decay_rate(),
             D=mixer.D,
             z=gate.contiguous().unflatten(-1, heads) if family.gate_in_step(mixer) else None,
             dt_bias=mixer.dt_bias,

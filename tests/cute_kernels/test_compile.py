@@ -26,7 +26,7 @@ from cute_kernels import compile as cache
 from cute_kernels.arch import arch_of_capability
 from cute_kernels.configs import Mamba2Options, RowOptions
 from replayssm import plan_step
-from replayssm.ops import options_of
+from replayssm.launch import options_of
 from tests.helpers.oracle import BASE, busy_scene
 
 ARCH = "sm_90a"
@@ -171,6 +171,20 @@ def test_an_entry_that_does_not_load_is_made_anew() -> None:
     (entry / "kernel.sha256").write_text(hashlib.sha256(junk).hexdigest())
     with pytest.warns(RuntimeWarning, match="corrupt"):
         assert callable(cache.compiled(commit.commit_launch, arguments, "key", ARCH))
+
+
+def test_where_nothing_can_be_written_kernels_last_for_the_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("REPLAYSSM_CACHE", str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr(cache, "_substitute_root", [])
+    with pytest.warns(RuntimeWarning, match="for this process only"):
+        assert callable(cache.compiled(commit.commit_launch, arguments, "another key", ARCH))
+    assert cache.cache_root() != tmp_path / "file" / "cache"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert (ensure("a third key") / "kernel.o").exists()
 
 
 @pytest.mark.parametrize("moment", ["compiling", "exporting"])

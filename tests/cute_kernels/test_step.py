@@ -20,7 +20,7 @@ from torch import Tensor
 import replayssm
 from cute_kernels.configs import StepConfig
 from replayssm import Pool
-from replayssm.ops import options_of
+from replayssm.launch import options_of
 from replayssm.pool import record_shapes
 from tests.helpers.cases import ODD, RELEASED, Case, pick
 from tests.helpers.oracle import BASE, F32, PAD, Scene, Trace, Work, busy_scene, mistakes, per_token
@@ -304,6 +304,11 @@ def test_a_prepared_launch_follows_its_tensors(device: torch.device) -> None:
     for name, change in changes.items():
         restore(work, saved)
         assert mistakes(replace(work, **change)) == [], name
+    restore(work, saved)
+    kept = inputs.A.data
+    inputs.A.data = kept * 2  # other memory behind the same object
+    assert mistakes(work) == []
+    inputs.A.data = kept
     restore(work, saved)
     plain = work.step()
     restore(work, saved)

@@ -377,10 +377,28 @@ def test_refusals_come_early_and_change_nothing(mamba2: Any) -> None:
         enable(mamba2, checkpoint_dtype=torch.float64)
     with pytest.raises(NotImplementedError, match="activation_dtype"):
         enable(in_fp64(mamba2))
+    mixer = mamba2.backbone.layers[0].mixer
+    mixer.conv1d.bfloat16()
+    with pytest.raises(NotImplementedError, match="one dtype"):
+        enable(mamba2)
+    mixer.conv1d.float()
     llama = transformers.LlamaConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=8)
     with pytest.raises(NotImplementedError, match="Mamba-2"):
         enable(transformers.LlamaForCausalLM(llama))
     assert traces(mamba2) == attributes
+
+
+def test_the_rate_is_computed_once_for_each_parameter(mamba2: Any) -> None:
+    """A new tensor in each step would be prepared and checked anew in each."""
+    enable(mamba2)
+    mixer = mamba2.backbone.layers[0].mixer
+    rate = mixer.forward._decay_rate()
+    assert mixer.forward._decay_rate() is rate
+    with torch.no_grad():
+        mixer.A_log.add_(1.0)
+    assert torch.equal(mixer.forward._decay_rate(), -torch.exp(mixer.A_log.detach().float()))
+    mixer.A_log.data = mixer.A_log.data + 1.0
+    assert torch.equal(mixer.forward._decay_rate(), -torch.exp(mixer.A_log.detach().float()))
 
 
 def test_an_enabled_or_patched_model_is_refused(mamba2: Any) -> None:

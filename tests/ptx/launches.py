@@ -1,4 +1,4 @@
-"""The verbs with their kernels on a CPU: ops, generated host code and PTX as they are, the device interpreted.
+"""The verbs and their kernels on a CPU: checks, plans, host code and PTX as they are, only the device interpreted.
 
 `Bench.installed` puts a stand-in where `cute_kernels` hands out compiled kernels. It lets the real host code record the
 launch (`recorder`) and the interpreter execute it on the caller's tensors (`machine`). So a step here plans, checks,
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels import commit, step
-from replayssm import ops
+from replayssm import launch as dispatch
 from tests.helpers.oracle import Scene, Work
 from tests.ptx.recorder import Launch, buffers_of, record
 
@@ -46,9 +46,9 @@ class Bench:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Let `ops` launch here."""
+        """Let `replayssm.launch` launch here."""
         with contextlib.ExitStack() as stack:
-            stack.enter_context(mock.patch.object(ops, "_arch", return_value=self.arch))
+            stack.enter_context(mock.patch.object(dispatch, "_arch", return_value=self.arch))
             for module in (step, commit):
                 stack.enter_context(mock.patch.object(module, "kernel", self._stand_in(module)))
             yield
@@ -76,7 +76,7 @@ class Bench:
 
 
 def as_torch(group: Any) -> Any:
-    """Torch tensors over the same memory for what `ops` converted once, in tuples."""
+    """Torch tensors over the same memory for what `replayssm.launch` converted once, in tuples."""
     import tvm_ffi
 
     if isinstance(group, (tuple, tvm_ffi.Array)):
@@ -98,9 +98,9 @@ class Interpreted(Work):
     def step(self, *, out: Tensor | None = None, pdl: bool = False, config: Any = None, **_: Any) -> Tensor:
         rows = (self.cache_indices, out, self.force_fold, self.pad_slot_id)
         with self.bench.installed():
-            return ops._cuda_step(self.pool, self.cursors, self.inputs, *rows, (pdl, config))
+            return dispatch.cuda_step(self.pool, self.cursors, self.inputs, *rows, (pdl, config))
 
     def commit(self, *, num_draft: int = 1, num_accepted: Tensor | None = None, **_: Any) -> None:
         how = (num_draft, num_accepted, self.force_fold, self.pad_slot_id)
         with self.bench.installed():
-            ops._cuda_commit(self.cursors, self.cache_indices, *how)
+            dispatch.cuda_commit(self.cursors, self.cache_indices, *how)

@@ -22,7 +22,7 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 from cute_kernels.configs import RingLayout, StepConfig
 from replayssm.reference import replay as reference
 from tests.helpers.cases import Case
-from tests.helpers.oracle import ALL, BARE, F32, PAD, Given, Scene, Trace, mistakes
+from tests.helpers.oracle import ALL, BARE, F32, PAD, Given, Scene, Trace, mistakes, per_token
 from tests.helpers.tolerance import same_bytes
 from tests.ptx import recorder
 from tests.ptx.launches import Bench, Interpreted
@@ -148,6 +148,34 @@ def test_steps_and_commits_are_the_recurrence() -> None:
     assert len(bench.launches) == 16
 
 
+SMALL = Run("sm_90a", case(1, 1, 64, 64, 5, BF16, F32))
+
+
+def test_a_prepared_launch_sees_other_memory() -> None:
+    """A parameter may be given other memory, as loading weights does; the object stays."""
+    work = Interpreted.of(SMALL.scene, Bench(SMALL.arch, "early"))
+    assert mistakes(work) == []
+    for name in ("A", "D", "dt_bias"):
+        parameter = getattr(work.inputs, name)
+        parameter.data = parameter * 2 + (name == "D")
+        assert mistakes(work) == [], name
+
+
+def test_any_negative_slot_is_padding() -> None:
+    work = Interpreted.of(replace(SMALL.scene, index_dtype=torch.int64), Bench(SMALL.arch, "early"))
+    for slot in (-1, -(2**31), -(2**32), torch.iinfo(torch.int64).min):
+        work.cache_indices[1] = slot
+        assert mistakes(work) == [], slot
+
+
+def test_more_rows_than_a_grid_has_are_refused() -> None:
+    work = Interpreted.of(SMALL.scene, Bench(SMALL.arch))
+    many = per_token(work.inputs, lambda x: x[:1].expand(65536, *x.shape[1:]).contiguous())
+    work = replace(work, inputs=many, cache_indices=torch.full((65536,), -1), force_fold=None)
+    with pytest.raises(NotImplementedError, match=r"inputs\.x: .*65535 rows, got 65536"):
+        work.step()
+
+
 @pytest.mark.parametrize(("arch", "draft", "index"), [("sm_90a", 1, torch.int64), ("sm_103a", 3, torch.int32)])
 def test_a_commit_is_the_rule(arch: str, draft: int, index: torch.dtype) -> None:
     """130 rows in two CTAs: every record count with ring starts on both sides of the wrap, padding among them."""
@@ -170,8 +198,6 @@ def test_a_commit_is_the_rule(arch: str, draft: int, index: torch.dtype) -> None
 
 
 # Teeth.
-
-SMALL = Run("sm_90a", case(1, 1, 64, 64, 5, BF16, F32))
 
 
 def swap(pattern: str, by: str, which: int = 0) -> Callable[[str], str]:

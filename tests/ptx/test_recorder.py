@@ -23,7 +23,7 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 from cute_kernels import commit, step
 from cute_kernels.configs import RowOptions, StepConfig, StepKey, Tile
 from replayssm import plan_step
-from replayssm.ops import options_of
+from replayssm.launch import options_of
 from tests.helpers.oracle import BARE, BASE, PAD, Given, Scene, Work
 from tests.ptx import recorder
 from tests.ptx.launches import Bench, Interpreted
