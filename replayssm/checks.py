@@ -181,13 +181,18 @@ def _check_rows_of(
     return tensor.shape[0]
 
 
+def is_live(cache_indices: Tensor, pad_slot_id: int) -> Tensor:
+    """[rows] bool: rows that carry a request; those of `pad_slot_id` and of negative slots are padding."""
+    return (cache_indices >= 0) & (cache_indices != pad_slot_id)
+
+
 def check_rows(cursors: Cursors, cache_indices: Tensor, pad_slot_id: int) -> None:
     """Debug mode: refuse slots out of range, two live rows on one slot, and cursors out of range. Synchronises.
 
     Raises:
         ValueError: names the first offending slot.
     """
-    live = cache_indices[(cache_indices >= 0) & (cache_indices != pad_slot_id)].long()
+    live = cache_indices[is_live(cache_indices, pad_slot_id)].long()
     if live.numel() == 0:
         return
     if int(live.max()) >= cursors.num_slots:
@@ -210,7 +215,7 @@ def check_accepted(num_accepted: Tensor | None, num_draft: int, cache_indices: T
     """Debug mode: refuse a live row that accepts more tokens than were stepped, or fewer than none. Synchronises."""
     if num_accepted is None:
         return
-    live = num_accepted[(cache_indices >= 0) & (cache_indices != pad_slot_id)]
+    live = num_accepted[is_live(cache_indices, pad_slot_id)]
     bad = live[(live < 0) | (live > num_draft)]
     if bad.numel():
         raise ValueError(f"num_accepted: expected 0 to num_draft = {num_draft}, got {int(bad[0])}")

@@ -34,7 +34,6 @@ def cuda_commit(
         kernel = cursors.kernels[signature]
     except (AttributeError, TypeError, LookupError):
         checks.check_commit(cursors, cache_indices, num_draft, num_accepted, force_fold)
-        signature = (num_draft, cache_indices.dtype, _dtype_of(num_accepted), _dtype_of(force_fold))
         kernel = cursors.kernels[signature] = _commit_kernel(cursors, *signature)
     if cache_indices.shape[0] == 0:  # nothing to launch
         return
@@ -99,14 +98,12 @@ def cuda_step(
         launch = pool.launches[signature]
         if launch.cursors is not cursors or not launch.serves(A, D, dt_bias):
             raise LookupError
-    except (AttributeError, TypeError, ValueError, LookupError):  # a new signature, or not even tensors
+    except (AttributeError, TypeError, ValueError, LookupError):
+        # A new signature; or no signature could be read, and the checks refuse what was passed.
         checks.check_step(pool, cursors, inputs, cache_indices, out, force_fold)
         inputs = _mamba2_decode(inputs)
-        x, dt, B, C, A, D, z, dt_bias, softplus = inputs
         if x.shape[0] == 0:  # nothing to launch
             return torch.empty_like(x) if out is None else out
-        mask = _dtype_of(force_fold)
-        signature = (x.shape, dt.dtype, z is None, softplus, cache_indices.dtype, mask, launch_options, type(inputs))
         launch = pool.launches[signature] = _make_launch(
             pool, cursors, inputs, cache_indices, force_fold is not None, launch_options
         )
@@ -165,7 +162,7 @@ def _make_launch(
         pool.layer,
         pool.replay,
         options_of(inputs),
-        arch=_arch(pool.device),
+        arch=arch_of(pool.device),
         batch=inputs.x.shape[0],
         rows=RowOptions(dtype_name(cache_indices.dtype), has_force_fold, pdl),
         ring_layout=pool.ring_layout,
@@ -207,10 +204,15 @@ def _commit_kernel(
     module = kernel_modules()[1]
     has_mask, has_accepted = mask_dtype is not None, accepted_dtype is not None
     key = module.CommitKey(cursors.replay.window, num_draft, dtype_name(index_dtype), has_mask, has_accepted)
-    return module.kernel(key, _arch(cursors.device))
+    return module.kernel(key, arch_of(cursors.device))
 
 
-def _arch(device: torch.device) -> str:
+def arch_of(device: torch.device) -> str:
+    """The architecture that kernels are compiled for on a CUDA device, e.g. "sm_90a".
+
+    Raises:
+        NotImplementedError: none of the supported ones.
+    """
     return arch_of_capability(torch.cuda.get_device_capability(device)).name
 
 

@@ -16,8 +16,9 @@ import torch
 from rich.console import Console
 
 import replayssm
-from cute_kernels.arch import ARCHES, arch_of_capability
+from cute_kernels.arch import ARCHES
 from cute_kernels.configs import Mamba2Options
+from replayssm.launch import arch_of
 from replayssm.plan import dtype_name
 from replayssm.spec import ReplaySpec
 from tuning.matrix import ALL_MODELS, BATCHES, DEFAULT_MODEL, Options, exit_code
@@ -140,7 +141,7 @@ def report(record: Path) -> None:
 def _own_arch() -> str:
     if not torch.cuda.is_available():
         raise click.UsageError(f"no CUDA device here; pass --arch, one of {', '.join(ARCHES)}")
-    return _spec(lambda: arch_of_capability(torch.cuda.get_device_capability())).name
+    return _spec(lambda: arch_of(torch.device("cuda")))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from rich.console import Console
 from torch import Tensor
 
 import replayssm
-from cute_kernels.arch import arch_of_capability
+from replayssm.launch import arch_of
 from replayssm.pool import Pool
 from replayssm.spec import ReplaySpec
 from tuning import gate, workload
@@ -77,7 +77,7 @@ class Machine:
             NotImplementedError: no kernels exist for it, or nvidia-cutlass-dsl is missing.
         """
         device = torch.device("cuda", torch.cuda.current_device())
-        arch = arch_of_capability(torch.cuda.get_device_capability(device)).name
+        arch = arch_of(device)
         try:
             from cute_kernels.probes import launch_read
         except ImportError as error:

@@ -43,6 +43,7 @@ from torch import Tensor, nn
 import replayssm
 from replayssm.cursors import Cursors, make_cursors
 from replayssm.inputs import Mamba2Inputs
+from replayssm.launch import arch_of
 from replayssm.plan import plan_step
 from replayssm.pool import Pool, make_pool
 from replayssm.spec import LayerSpec, ReplaySpec
@@ -340,11 +341,9 @@ def _check_supported(layer: LayerSpec, replay: ReplaySpec, device: torch.device)
     """Raise what the first decoded token would, as far as sizes, dtypes and the device tell."""
     make_pool(layer, replay, 1, device="meta")
     if device.type == "cuda":
-        from cute_kernels.arch import arch_of_capability
         from cute_kernels.configs import Mamba2Options
 
-        arch = arch_of_capability(torch.cuda.get_device_capability(device)).name
-        plan_step(layer, replay, Mamba2Options(), arch=arch, batch=1)
+        plan_step(layer, replay, Mamba2Options(), arch=arch_of(device), batch=1)
 
 
 def _layer_spec(mixer: Any) -> LayerSpec:

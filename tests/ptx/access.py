@@ -47,6 +47,20 @@ def shape(decoder: Decoder, ins: Instruction, hints: set[str]) -> tuple[str, int
     return kind, counts[0] if counts else 1
 
 
+def operands_of(decoder: Decoder, ins: Instruction, *, stores: bool) -> tuple[str, tuple[int, int], list[Any], Any]:
+    """(type, slot and offset of the address, registers, slots of the L2 policy) of a global or shared access."""
+    space = ins.parts[1]
+    kind, count = shape(decoder, ins, HINTS if space == "global" else set())
+    first, second, *policy = decoder.operands(ins, 3 if "L2::cache_hint" in ins.parts else 2)
+    where, registers = (first, second) if stores else (second, first)
+    policies = decoder.sources(ins, tuple(policy), 64)
+    at = address_of(decoder, ins, where, space)
+    items = decoder.items(registers)
+    if len(items) != count:
+        decoder.refuse(ins, f"{len(items)} registers for {count} elements")
+    return kind, at, items, policies
+
+
 @instruction("ld.param")
 def load_parameter(decoder: Decoder, ins: Instruction) -> Run:
     """A parameter's bytes, the same for every thread ("Parameter State Space")."""
@@ -70,15 +84,8 @@ def load_parameter(decoder: Decoder, ins: Instruction) -> Run:
 @instruction("ld.global", "ld.shared")
 def load(decoder: Decoder, ins: Instruction) -> Run:
     space = ins.parts[1]
-    kind, count = shape(decoder, ins, HINTS if space == "global" else set())
-    hinted = "L2::cache_hint" in ins.parts
-    destination, source, *policy = decoder.operands(ins, 3 if hinted else 2)
-    policies = decoder.sources(ins, tuple(policy), 64)
-    slot, offset = address_of(decoder, ins, source, space)
-    items = decoder.items(destination)
-    if len(items) != count:
-        decoder.refuse(ins, f"{len(items)} registers for {count} elements")
-    size = BITS[kind] // 8
+    kind, (slot, offset), items, policies = operands_of(decoder, ins, stores=False)
+    size, count = BITS[kind] // 8, len(items)
     targets = [decoder.destination(ins, item, BITS[kind], wider=True) for item in items]
     element = (SIGNED if kind[0] == "s" else UNSIGNED)[BITS[kind]]
     widths = [BITS[decoder.types[target]] for target in targets]
@@ -107,15 +114,8 @@ def load(decoder: Decoder, ins: Instruction) -> Run:
 @instruction("st.global", "st.shared")
 def store(decoder: Decoder, ins: Instruction) -> Run:
     space, line = ins.parts[1], ins.line
-    kind, count = shape(decoder, ins, HINTS if space == "global" else set())
-    hinted = "L2::cache_hint" in ins.parts
-    target, source, *policy = decoder.operands(ins, 3 if hinted else 2)
-    policies = decoder.sources(ins, tuple(policy), 64)
-    slot, offset = address_of(decoder, ins, target, space)
-    items = decoder.items(source)
-    if len(items) != count:
-        decoder.refuse(ins, f"{len(items)} registers for {count} elements")
-    size, element = BITS[kind] // 8, UNSIGNED[BITS[kind]]
+    kind, (slot, offset), items, policies = operands_of(decoder, ins, stores=True)
+    size, count, element = BITS[kind] // 8, len(items), UNSIGNED[BITS[kind]]
     values = tuple(decoder.source(ins, item, BITS[kind], wider=True) for item in items)
     needed = (*values, *policies)
 

@@ -48,7 +48,7 @@ class Bench:
     def installed(self) -> Iterator[None]:
         """Let `replayssm.launch` launch here."""
         with contextlib.ExitStack() as stack:
-            stack.enter_context(mock.patch.object(dispatch, "_arch", return_value=self.arch))
+            stack.enter_context(mock.patch.object(dispatch, "arch_of", return_value=self.arch))
             for module in (step, commit):
                 stack.enter_context(mock.patch.object(module, "kernel", self._stand_in(module)))
             yield
