@@ -6,7 +6,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint format setup-demo setup-test clean
+.PHONY: help demo test lint format resources static setup-demo setup-test clean
 .DEFAULT_GOAL := help
 
 BASE_PYTHON ?= python3
@@ -23,7 +23,7 @@ MODULES += $(if $(filter-out demo setup-demo,$(MAKECMDGOALS)),pytest xdist hypot
 PROBE := import importlib.util as u, sys; ok = all(map(u.find_spec, sys.argv[1:])) and \
     (sys.prefix != sys.base_prefix or __import__("torch").version.cuda); print(sys.executable if ok else "")
 
-ifneq ($(filter demo test lint format setup-demo setup-test,$(MAKECMDGOALS)),)
+ifneq ($(filter demo test lint format resources static setup-demo setup-test,$(MAKECMDGOALS)),)
 ifndef PYTHON
 PYTHON := $(shell $(BASE_PYTHON) -c '$(PROBE)' $(MODULES) 2>/dev/null)
 endif
@@ -58,6 +58,8 @@ help:
 	@echo "make demo    set up, then decode a hybrid model with and without ReplaySSM"
 	@echo "make test    set up, then lint, type check and run all tests   (PYTEST_ARGS='-k ring' to choose)"
 	@echo "make lint    only ruff and mypy          make format  rewrite the sources with ruff"
+	@echo "make resources  rewrite docs/records/resources.json: registers, memory and instructions of the kernels"
+	@echo "make static     rewrite docs/records/static.json: what the static verifier decides about them"
 	@echo "make clean   remove .venv and caches     PYTHON=...   use this Python as it is, install nothing"
 
 .venv/.stamp-demo: EXTRAS := hf
@@ -91,6 +93,12 @@ test: lint
 format: setup-test
 	$(call tool,ruff,check --fix)
 	$(call tool,ruff,format)
+
+resources: setup-test
+	@$(PYTHON) -m tests.cute_kernels.resources
+
+static: setup-test
+	@$(PYTHON) -m tests.ptx.test_static
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -11,19 +11,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 SIZED = 4  # format of a record with a length
+NOBITS = 8  # section type
 REGISTERS, FRAME = 0x2F, 0x11  # attributes: (symbol, registers) and (symbol, bytes of stack frame)
 
 
 @dataclass(frozen=True)
 class Resources:
-    """Of one kernel. A frame holds spilled registers and local arrays; a good kernel has none."""
+    """Of one kernel. A frame holds spilled registers and local arrays; a good kernel has none. Shared memory is what is
+    declared: the system's own part, and none of what a launch adds."""
 
     registers: int
     frame_bytes: int
+    shared_bytes: int = 0
 
 
 def resources(cubin: bytes) -> dict[str, Resources]:
-    """Registers and stack frame of every kernel.
+    """Registers, stack frame and declared shared memory of every kernel.
 
     Raises:
         ValueError: not a 64-bit ELF file with a .nv.info section and a symbol table.
@@ -41,14 +44,19 @@ def resources(cubin: bytes) -> dict[str, Resources]:
         if attribute in (REGISTERS, FRAME):
             symbol, value = struct.unpack_from("<II", payload)
             (registers if attribute == REGISTERS else frames)[names[symbol]] = value
-    return {name: Resources(count, frames.get(name, 0)) for name, count in registers.items()}
+    shared = {name: len(body) for name, body in sections.items() if name.startswith(".nv.shared.")}
+    return {
+        name: Resources(count, frames.get(name, 0), shared.get(f".nv.shared.{name}", 0))
+        for name, count in registers.items()
+    }
 
 
 def _sections(elf: bytes) -> dict[str, bytes]:
     (table,) = struct.unpack_from("<Q", elf, 0x28)
     entry_size, count, names_index = struct.unpack_from("<HHH", elf, 0x3A)
     headers = [struct.unpack_from("<IIQQQQ", elf, table + i * entry_size) for i in range(count)]
-    contents = [elf[offset : offset + size] for _, _, _, _, offset, size in headers]
+    # A section of type NOBITS has a size and nothing in the file.
+    contents = [bytes(size) if kind == NOBITS else elf[at : at + size] for _, kind, _, _, at, size in headers]
     return {_string(contents[names_index], header[0]): body for header, body in zip(headers, contents, strict=True)}
 
 

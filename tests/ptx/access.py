@@ -1,8 +1,10 @@
-"""Loads and stores of parameters, global and shared memory.
+"""Loads, stores and addresses of parameters, global and shared memory.
 
-PTX ISA, "Data Movement and Conversion Instructions: ld, st": weak accesses of scalars and vectors. Cache operators and
-L2 policies are performance hints and change nothing ("Cache Operators"; "Cache Eviction Priority Hints"). A register
-wider than the type is extended by the type's sign, or cut ("Operand Size Exceeding Instruction-Type Size").
+PTX ISA, "Data Movement and Conversion Instructions: ld, st": scalars and vectors. Cache operators and L2 policies are
+performance hints and change nothing ("Cache Operators"; "Cache Eviction Priority Hints"). A register wider than the
+type is extended by the type's sign, or cut ("Operand Size Exceeding Instruction-Type Size"). Strong accesses order
+others: a release publishes what the warp has seen at the address, an acquire takes it up ("Release and Acquire
+Patterns"); relaxed ones do so by fences around them.
 """
 
 from __future__ import annotations
@@ -11,18 +13,24 @@ from typing import Any
 
 import numpy as np
 
-from tests.ptx.decode import FULL, SIGNED, UNSIGNED, Decoder, Run, check_defined, instruction, lanes, write
+from tests.ptx.decode import FULL, SIGNED, UNSIGNED, Decoder, Run, check_defined, compute, instruction, lanes, write
+from tests.ptx.memory import PARAM_WINDOW, RANK_SHIFT, SHARED_WINDOW
 from tests.ptx.parser import BITS, Address, Immediate, Instruction, Register, Symbol
+from tests.ptx.trouble import FaultError
 
-HINTS = {"cs", "L2::cache_hint"}
-ADDRESS_BITS = {"global": (64,), "shared": (32, 64)}
+HINTS = {"cs", "ca", "cg", "lu", "cv", "wb", "wt", "nc", "L2::cache_hint", "L2::64B", "L2::128B", "L2::256B"}
+HINTS |= {f"{level}::{how}" for level in ("L1", "L2") for how in ("evict_first", "evict_last", "evict_normal")}
+HINTS |= {"L1::no_allocate", "L1::evict_unchanged"}
+SPACES = {"global", "shared", "shared::cta", "shared::cluster"}
+ORDERS, SCOPES = {"relaxed", "acquire", "release", "acq_rel", "volatile"}, {"cta", "cluster", "gpu", "sys"}
+VECTORS = {"v2", "v4", "v8"}
 
 
 def address_of(decoder: Decoder, ins: Instruction, operand: Any, space: str) -> tuple[int, int]:
-    """(slot, offset) of an address operand."""
+    """(slot, offset) of an address operand; those of shared memory may be 32 bits wide."""
     if not isinstance(operand, Address):
         decoder.refuse(ins, f"{operand} is no address")
-    base, widths = operand.base, ADDRESS_BITS[space]
+    base, widths = operand.base, (32, 64) if space.startswith("shared") else (64,)
     if isinstance(base, Register) and BITS[base.type] in widths:
         return base.slot, operand.offset
     if isinstance(base, (Symbol, Immediate)):
@@ -37,24 +45,70 @@ def addresses(warp: Any, slot: int, offset: int, mask: int) -> np.ndarray:
     return base + base.dtype.type(offset % (1 << 8 * base.dtype.itemsize)) if offset else base
 
 
-def shape(decoder: Decoder, ins: Instruction, hints: set[str]) -> tuple[str, int]:
+def space_of(ins: Instruction) -> str:
+    """The state space that an opcode names; "generic" if none."""
+    return next((part for part in ins.parts if part in SPACES), "generic")
+
+
+def located(warp: Any, space: str, where: np.ndarray) -> tuple[Any, np.ndarray]:
+    """The memory that all of the addresses lie in, and the addresses there."""
+    if space == "global":
+        return warp.cta.memory, where
+    if space == "generic":
+        windows = where >> np.uint64(56)
+        if (windows != windows[0]).any():
+            raise FaultError("unmodelled", "generic addresses in several state spaces")
+        if windows[0] == 0:
+            return warp.cta.memory, where
+        where = where & np.uint64(SHARED_WINDOW - 1)
+        if windows[0] != SHARED_WINDOW >> 56:
+            raise FaultError("unmodelled", f"a generic address {int(where[0]):#x} in this state space")
+    if space in ("shared", "shared::cta"):
+        return warp.cta.shared, where
+    ranks = where >> where.dtype.type(RANK_SHIFT)
+    if (ranks != ranks[0]).any():
+        raise FaultError("unmodelled", "addresses in shared memory of several CTAs")
+    return warp.cluster.shared_of(int(where[0])), where
+
+
+def publish(warp: Any, where: np.ndarray, ins: Instruction) -> None:
+    """Before a strong store: what whoever reads it will know."""
+    releases = not {"release", "acq_rel"}.isdisjoint(ins.parts)
+    clock = warp.cluster.clocks.release(warp.agent) if releases else warp.fenced
+    for address in where.tolist() if clock is not None else ():
+        warp.cta.memory.published[address] = (warp.cluster.number, clock)
+
+
+def observe(warp: Any, where: np.ndarray, ins: Instruction) -> None:
+    """After a strong load: what whoever wrote there had published."""
+    for address in where.tolist():
+        number, clock = warp.cta.memory.published.get(address, (None, None))
+        if number is not None and number != warp.cluster.number:
+            warp.cta.memory.trusted.add(warp.cluster.number)
+        elif clock is not None and not {"acquire", "acq_rel"}.isdisjoint(ins.parts):
+            warp.cluster.clocks.acquire(warp.agent, clock)
+        elif clock is not None:
+            warp.observed = clock if warp.observed is None else np.maximum(warp.observed, clock)
+
+
+def shape(decoder: Decoder, ins: Instruction, allowed: set[str]) -> tuple[str, int]:
     """(type, number of elements) of an access."""
     kind = ins.parts[-1]
-    modifiers = decoder.modifiers(ins, hints | {"v2", "v4"}, skip=2)
-    counts = [int(m[1]) for m in modifiers if m in ("v2", "v4")]
-    if kind not in BITS or BITS[kind] < 8 or len(counts) > 1 or (counts and counts[0] * BITS[kind] > 128):
+    modifiers = decoder.modifiers(ins, allowed | VECTORS)
+    counts = [int(m[1]) for m in modifiers & VECTORS]
+    wide = 256 if ins.parts[1:2] == ["global"] else 128
+    if kind not in BITS or BITS[kind] < 8 or len(counts) > 1 or (counts and counts[0] * BITS[kind] > wide):
         decoder.refuse(ins, f"{ins.opcode} is not modelled")
     return kind, counts[0] if counts else 1
 
 
 def operands_of(decoder: Decoder, ins: Instruction, *, stores: bool) -> tuple[str, tuple[int, int], list[Any], Any]:
-    """(type, slot and offset of the address, registers, slots of the L2 policy) of a global or shared access."""
-    space = ins.parts[1]
-    kind, count = shape(decoder, ins, HINTS if space == "global" else set())
+    """(type, slot and offset of the address, registers, slots of the L2 policy) of an access."""
+    kind, count = shape(decoder, ins, HINTS | SPACES | ORDERS | SCOPES | {"weak"})
     first, second, *policy = decoder.operands(ins, 3 if "L2::cache_hint" in ins.parts else 2)
     where, registers = (first, second) if stores else (second, first)
     policies = decoder.sources(ins, tuple(policy), 64)
-    at = address_of(decoder, ins, where, space)
+    at = address_of(decoder, ins, where, space_of(ins))
     items = decoder.items(registers)
     if len(items) != count:
         decoder.refuse(ins, f"{len(items)} registers for {count} elements")
@@ -64,44 +118,50 @@ def operands_of(decoder: Decoder, ins: Instruction, *, stores: bool) -> tuple[st
 @instruction("ld.param")
 def load_parameter(decoder: Decoder, ins: Instruction) -> Run:
     """A parameter's bytes, the same for every thread ("Parameter State Space")."""
-    kind, count = shape(decoder, ins, set())
+    kind, count = shape(decoder, ins, {"param"})
     destination, source = decoder.operands(ins, 2)
-    if count != 1 or not isinstance(source, Address) or not isinstance(source.base, Symbol):
-        decoder.refuse(ins, "only a scalar of a named parameter is modelled")
-    name, offset, size = source.base.name, source.offset, BITS[kind] // 8
+    items, size = decoder.items(destination), BITS[kind] // 8
+    if len(items) != count or not isinstance(source, Address) or not isinstance(source.base, Symbol):
+        decoder.refuse(ins, "only a named parameter is modelled")
+    name, offset = source.base.name, source.offset
     parameter = decoder.parameters.get(name)
-    if parameter is None or not 0 <= offset <= parameter.size - size or offset % size:
+    if parameter is None or not 0 <= offset <= parameter.size - size * count or offset % (size * count):
         decoder.refuse(ins, "no such part of a parameter")
-    target = decoder.destination(ins, destination, BITS[kind])
+    targets = [decoder.destination(ins, item, BITS[kind], wider=True) for item in items]
 
     def run(warp: Any, mask: int) -> None:
-        value = np.frombuffer(warp.cta.arguments[name], UNSIGNED[8 * size], 1, offset)
-        write(warp, target, np.repeat(value, 32), mask)
+        values = np.frombuffer(warp.cta.arguments[name], element(kind), count, offset)
+        for target, value in zip(targets, values, strict=True):
+            write(warp, target, np.repeat(extended(value, kind, BITS[decoder.types[target]]), 32), mask)
 
     return run
 
 
-@instruction("ld.global", "ld.shared")
+def element(kind: str) -> Any:
+    return (SIGNED if kind[0] == "s" else UNSIGNED)[BITS[kind]]
+
+
+def extended(value: Any, kind: str, width: int) -> Any:
+    """Values of a type in registers of a width, extended by the type's sign."""
+    return value.astype((SIGNED if kind[0] == "s" else UNSIGNED)[width]).view(UNSIGNED[width])
+
+
+@instruction("ld")
 def load(decoder: Decoder, ins: Instruction) -> Run:
-    space = ins.parts[1]
+    space, strong = space_of(ins), not ORDERS.isdisjoint(ins.parts)
     kind, (slot, offset), items, policies = operands_of(decoder, ins, stores=False)
     size, count = BITS[kind] // 8, len(items)
     targets = [decoder.destination(ins, item, BITS[kind], wider=True) for item in items]
-    element = (SIGNED if kind[0] == "s" else UNSIGNED)[BITS[kind]]
     widths = [BITS[decoder.types[target]] for target in targets]
 
     def run(warp: Any, mask: int) -> None:
         check_defined(warp, policies, mask)
-        where = addresses(warp, slot, offset, mask)
-        memory = warp.cta.memory
-        data = (
-            memory.load(where, size * count)
-            if space == "global"
-            else warp.cta.shared.load(where, size * count, warp.id)
-        )
-        values = data.view(element)
+        memory, where = located(warp, space, addresses(warp, slot, offset, mask))
+        if strong:
+            observe(warp, where, ins)
+        values = memory.load(where, size * count, warp.access(ins.line, strong)).view(element(kind))
         for i, (target, width) in enumerate(zip(targets, widths, strict=True)):
-            value = values[:, i].astype((SIGNED if kind[0] == "s" else UNSIGNED)[width]).view(UNSIGNED[width])
+            value = extended(values[:, i], kind, width)
             if mask != FULL:
                 full = np.zeros(32, UNSIGNED[width])
                 full[lanes(mask)] = value
@@ -111,25 +171,53 @@ def load(decoder: Decoder, ins: Instruction) -> Run:
     return run
 
 
-@instruction("st.global", "st.shared")
+@instruction("st")
 def store(decoder: Decoder, ins: Instruction) -> Run:
-    space, line = ins.parts[1], ins.line
+    space, strong = space_of(ins), not ORDERS.isdisjoint(ins.parts)
     kind, (slot, offset), items, policies = operands_of(decoder, ins, stores=True)
-    size, count, element = BITS[kind] // 8, len(items), UNSIGNED[BITS[kind]]
+    size, count, unit = BITS[kind] // 8, len(items), UNSIGNED[BITS[kind]]
     values = tuple(decoder.source(ins, item, BITS[kind], wider=True) for item in items)
     needed = (*values, *policies)
 
     def run(warp: Any, mask: int) -> None:
         check_defined(warp, needed, mask)
-        where = addresses(warp, slot, offset, mask)
-        data = np.empty((32, count), element)
+        memory, where = located(warp, space, addresses(warp, slot, offset, mask))
+        if strong:
+            publish(warp, where, ins)
+        data = np.empty((32, count), unit)
         for i, value in enumerate(values):
-            data[:, i] = warp.regs[value].astype(element)
+            data[:, i] = warp.regs[value].astype(unit)
         raw = data.view(np.uint8).reshape(32, size * count)
-        raw = raw if mask == FULL else raw[lanes(mask)]
-        if space == "global":
-            warp.cta.memory.store(where, raw)
-        else:
-            warp.cta.shared.store(where, raw, warp.id, line)
+        memory.store(where, raw if mask == FULL else raw[lanes(mask)], warp.access(ins.line, strong))
 
     return run
+
+
+CONVERSIONS = {"shared": SHARED_WINDOW, "shared::cta": SHARED_WINDOW, "shared::cluster": SHARED_WINDOW}
+CONVERSIONS |= {"global": 0, "param": PARAM_WINDOW}
+
+
+@instruction("cvta")
+def convert_address(decoder: Decoder, ins: Instruction) -> Run:
+    """Between a state space and generic addresses ("cvta")."""
+    space = ins.parts[-2]
+    decoder.modifiers(ins, {"to", *CONVERSIONS})
+    destination, source = decoder.operands(ins, 2)
+    window = np.uint64(CONVERSIONS[space])
+    target = decoder.destination(ins, destination, 64)
+    away = (lambda x: x - window) if "to" in ins.parts else (lambda x: x + window)
+    return compute(target, (decoder.source(ins, source, 64),), away)
+
+
+@instruction("mapa.shared::cluster", types=("u32", "u64"))
+def map_address(decoder: Decoder, ins: Instruction) -> Run:
+    """An address of this CTA's shared memory in the CTA of a rank ("mapa")."""
+    destination, source, rank = decoder.operands(ins, 3)
+    width = BITS[ins.parts[-1]]
+    slots = (decoder.source(ins, source, width), decoder.source(ins, rank, 32))
+
+    def function(address: np.ndarray, ranks: np.ndarray) -> np.ndarray:
+        inside = address & address.dtype.type((1 << RANK_SHIFT) - 1)
+        return inside | (ranks.astype(address.dtype) << address.dtype.type(RANK_SHIFT))
+
+    return compute(decoder.destination(ins, destination, width), slots, function)

@@ -13,13 +13,16 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from tests.ptx.parser import BITS, Entry, Immediate, Instruction, Negated, Operand, Register, Symbol, Vector
+from tests.ptx.parser import BITS, Entry, Immediate, Instruction, Negated, Operand, Pair, Register, Symbol, Vector
 from tests.ptx.trouble import FaultError, TroubleError
 
 FULL = 0xFFFFFFFF
 UNSIGNED = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 SIGNED = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
-SPECIAL = {f"%{name}.{axis}" for name in ("tid", "ntid", "ctaid", "nctaid") for axis in "xyz"} | {"%laneid"}
+VECTORS = ("tid", "ntid", "ctaid", "nctaid", "clusterid", "nclusterid", "cluster_ctaid", "cluster_nctaid")
+SPECIAL = {f"%{name}.{axis}" for name in VECTORS for axis in "xyz"}
+SPECIAL |= {"%laneid", "%warpid", "%nwarpid", "%cluster_ctarank", "%cluster_nctarank", "%is_explicit_cluster"}
+SPECIAL |= {"%dynamic_smem_size"} | {f"%lanemask_{relation}" for relation in ("eq", "lt", "le", "gt", "ge")}
 Run = Callable[[Any, int], Any]
 Make = Callable[["Decoder", Instruction], "Run | Op"]
 _families: dict[tuple[str, str], Make] = {}
@@ -97,7 +100,8 @@ class Decoder:
         zeros = {width: np.zeros(32, dtype) for width, dtype in UNSIGNED.items()}
         self.initial: list[Any] = [0 if t == "pred" else zeros[BITS[t]] for t in self.types]
         self.special: dict[str, int] = {}
-        self._constants: dict[tuple[int, int], int] = {}
+        self.shared_addresses: set[int] = set()  # constants to which a CTA's place in the cluster is added
+        self._constants: dict[tuple[int, int, str], int] = {}
 
     def decode(self, ins: Instruction) -> Op:
         parts = ins.parts
@@ -134,8 +138,8 @@ class Decoder:
         self.initial.append(value)
         return len(self.types) - 1
 
-    def constant(self, value: int, width: int) -> int:
-        key = (value & ((1 << width) - 1), width)
+    def constant(self, value: int, width: int, name: str = "") -> int:
+        key = (value & ((1 << width) - 1), width, name)
         if key not in self._constants:
             lane_values = np.full(32, key[0], UNSIGNED[width])
             self._constants[key] = self.add_slot(str(value), f"b{width}", lane_values)
@@ -153,7 +157,11 @@ class Decoder:
                 self.refuse(ins, f"constant {operand.value} has more than {width} bits")
             return self.constant(operand.value, width)
         if isinstance(operand, Symbol) and operand.name in self.symbols:
-            return self.constant(self.symbols[operand.name], width)
+            slot = self.constant(self.symbols[operand.name], width, operand.name)
+            self.shared_addresses.add(slot)
+            return slot
+        if isinstance(operand, Symbol) and operand.name in self.parameters and width == 64:
+            return self.constant(self.parameters[operand.name].offset, width)
         if isinstance(operand, Symbol) and operand.name in SPECIAL and width == 32:
             if operand.name not in self.special:
                 self.special[operand.name] = self.add_slot(operand.name, "b32", np.zeros(32, np.uint32))
@@ -179,6 +187,10 @@ class Decoder:
         if not isinstance(register, Register) or register.type != "pred":
             self.refuse(ins, f"{ins.opcode} takes a predicate")
         return register.slot, FULL if isinstance(operand, Negated) else 0
+
+    def pair(self, operand: Operand) -> tuple[Operand, Operand | None]:
+        """The parts of d|p, or d alone."""
+        return (operand.first, operand.second) if isinstance(operand, Pair) else (operand, None)
 
     def items(self, operand: Operand) -> tuple[Operand, ...]:
         return operand.items if isinstance(operand, Vector) else (operand,)

@@ -1,35 +1,68 @@
-"""Runs a launch: CTAs one after another, each of warps of 32 lanes in a random order that a seed fixes.
+"""Runs a launch: clusters of CTAs one after another or some at a time, of warps in a random order that a seed fixes.
 
-PTX ISA, "Programming Model" and "Scalable Data-Parallel Computing using SIMT": the lanes of a warp may diverge. Here
-each group of lanes has its own program counter, the group at the lowest one runs first, and groups that meet go on
-together. A warp runs for a random number of instructions, or until all its lanes wait.
-
-Asynchronous copies complete when issued ("early") or only when every warp is stuck and one waits for the copy's
-mbarrier ("late"). A correct kernel cannot tell these apart.
+A warp runs for a random number of instructions, or until all its lanes wait. When every warp is stuck, a piece of
+asynchronous work that one of them waits for completes.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import math
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from tests.ptx import access, collective, convert, floating, integer
-from tests.ptx.decode import FULL, Decoder, Op, check_defined, first_lane, nth_lane
-from tests.ptx.memory import SHARED_BASE, Clocks, GlobalMemory, SharedMemory
+from tests.ptx import (
+    access,
+    atomic,
+    barrier,
+    convert,
+    copies,
+    floating,
+    integer,
+    matrix,
+    mbarrier,
+    shuffle,
+    tensor,
+    tensormap,
+    votes,
+)
+from tests.ptx.asynchronous import Work
+from tests.ptx.decode import Decoder, Op
+from tests.ptx.memory import (
+    RANK_SHIFT,
+    SHARED_BASE,
+    Clocks,
+    GlobalMemory,
+    SharedMemory,
+    TensorMemory,
+)
 from tests.ptx.parser import Entry, Module, parse
 from tests.ptx.trouble import FaultError, TroubleError
+from tests.ptx.warp import Warp
 
 __all__ = ["Launch", "Report", "TroubleError", "run_launch"]
-FAMILIES = (access, collective, convert, floating, integer)  # importing one registers its instructions
-MAX_WARP_INSTRUCTIONS = 4_000_000
+# Importing one registers its instructions.
+FAMILIES = (
+    access,
+    atomic,
+    barrier,
+    convert,
+    copies,
+    floating,
+    integer,
+    matrix,
+    mbarrier,
+    shuffle,
+    tensor,
+    tensormap,
+    votes,
+)
 MAX_SLICE = 256
 Mode = Literal["early", "late"]
 
@@ -69,6 +102,15 @@ class Report:
     @property
     def instructions(self) -> int:
         return self.opcodes.total()
+
+    def add(self, code: Program, counts: list[int]) -> None:
+        """Count a CTA."""
+        self.ctas += 1
+        for ins, op, count in zip(code.entry.instructions, code.ops, counts, strict=True):
+            if count:
+                self.opcodes[ins.opcode] += count
+                if op.approximate:
+                    self.approximate.add(ins.opcode)
 
 
 @dataclass(frozen=True)
@@ -114,176 +156,107 @@ def _decode(decoder: Decoder, ins: Any) -> Op:
     return decoder.decode(ins)
 
 
-class Warp:
-    """32 lanes: registers, and the groups of lanes by program counter."""
-
-    def __init__(self, cta: Cta, number: int) -> None:
-        decoder, first = cta.program.decoder, 32 * number
-        self.cta, self.id, self.names = cta, number, decoder.names
-        self.live = (1 << min(32, cta.threads - first)) - 1
-        self.regs = list(decoder.initial)
-        declared = len(cta.program.entry.registers)
-        self.defined = [0] * declared + [FULL] * (len(self.regs) - declared)
-        self.groups = {0: self.live}
-        self.blocked: set[int] = set()
-        self.wanted: set[int] = set()
-        self.timeouts: set[tuple[int, int]] = set()
-        self.unfenced: list[Any] = []
-        self.executed = 0
-        thread = first + np.arange(32)
-        x, y, _ = cta.launch.block
-        known = {"%tid.x": thread % x, "%tid.y": thread // x % y, "%tid.z": thread // (x * y), "%laneid": thread % 32}
-        sizes = (("%ntid", cta.launch.block), ("%ctaid", cta.place), ("%nctaid", cta.launch.grid))
-        known |= {f"{name}.{a}": np.full(32, v) for name, value in sizes for a, v in zip("xyz", value, strict=True)}
-        for name, slot in decoder.special.items():
-            self.regs[slot] = known[name].astype(np.uint32)
-
-    def join(self, pc: int, mask: int) -> None:
-        self.groups[pc] = self.groups.get(pc, 0) | mask
-        self.blocked.discard(pc)
-
-    def run(self, limit: int) -> bool:
-        """Run for up to `limit` instructions; returns whether any was executed."""
-        self.blocked.clear()
-        self.wanted.clear()
-        start = self.executed
-        while self.executed - start < limit:
-            ready = [pc for pc in self.groups if pc not in self.blocked]
-            if not ready:
-                break
-            self._run_group(min(ready), start + limit)
-        return self.executed > start
-
-    def _run_group(self, pc: int, end: int) -> None:
-        """Run the group at `pc` until it branches, waits, exits or has had its share; others that it meets join it."""
-        ops, instructions, counts = self.cta.program.ops, self.cta.program.entry.instructions, self.cta.counts
-        groups = self.groups
-        mask = groups.pop(pc)
-        active = mask
-        try:
-            while self.executed < end:
-                if groups and pc in groups:
-                    mask |= groups.pop(pc)
-                    self.blocked.discard(pc)
-                op, ins, active = ops[pc], instructions[pc], mask
-                if ins.guard is not None:
-                    slot = ins.guard[0].slot
-                    check_defined(self, (slot,), mask)
-                    active = mask & (~self.regs[slot] if ins.guard[1] else self.regs[slot])
-                self.executed += 1
-                counts[pc] += 1
-                if op.kind == "plain":
-                    if active:
-                        op.run(self, active)
-                    pc += 1
-                    continue
-                if self._control(op, pc, mask, active):
-                    return
-                pc += 1
-            self.join(pc, mask)
-        except FaultError as fault:
-            raise self.trouble(fault, pc, active) from fault
-
-    def _control(self, op: Op, pc: int, mask: int, active: int) -> bool:
-        """Branch, exit or wait; returns whether the group has to be chosen anew."""
-        if not active:
-            return False
-        target = self.cta.program.entry.instructions[pc].target
-        if op.kind == "waits":
-            if not op.run(self, active):
-                self.executed -= 1
-                self.cta.counts[pc] -= 1
-                if mask & ~active:
-                    self.join(pc + 1, mask & ~active)
-                self.join(pc, active)
-                self.blocked.add(pc)
-                return True
-            return False
-        if op.kind == "exit":
-            self.live &= ~active
-        else:
-            self.join(target, active)
-        if mask & ~active:
-            self.join(pc + 1, mask & ~active)
-        if self.executed > MAX_WARP_INSTRUCTIONS:
-            raise FaultError("endless", f"{MAX_WARP_INSTRUCTIONS} instructions of one warp")
-        return True
-
-    def trouble(self, fault: FaultError, pc: int, mask: int) -> TroubleError:
-        ins = self.cta.program.entry.instructions[pc]
-        lane = first_lane(mask) if fault.index is None else nth_lane(mask, fault.index)
-        where: dict[str, Any] = {"cta": self.cta.place, "warp": self.id, "lane": lane}
-        return TroubleError(fault.kind, fault.detail, line=ins.line, text=ins.text, **where)
-
-
 class Cta:
-    """A cooperative thread array with its shared memory, barriers and copies under way."""
+    """A cooperative thread array: its warps, shared and tensor memory, and barriers."""
 
-    def __init__(self, launch: Launch, code: Program, memory: GlobalMemory, place: tuple[int, int, int]) -> None:
-        self.launch, self.program, self.memory, self.place = launch, code, memory, place
-        self.threads = launch.block[0] * launch.block[1] * launch.block[2]
-        count = -(-self.threads // 32)
-        self.padded_threads = 32 * count
-        self.arguments = dict(zip((p.name for p in code.entry.parameters), launch.arguments, strict=True))
-        self.clocks = Clocks(count)
-        self.shared = SharedMemory(code.static_bytes + launch.shared_bytes, self.clocks)
-        self.barriers: dict[int, collective.Barrier] = {}
-        self.mbarriers: dict[int, collective.MBarrier] = {}
-        self.pending: list[collective.Copy] = []
-        self.counts = [0] * len(code.ops)
-        self.warps = [Warp(self, number) for number in range(count)]
+    def __init__(self, cluster: Cluster, rank: int, place: tuple[int, ...]) -> None:
+        self.cluster, self.launch, self.program = cluster, cluster.launch, cluster.program
+        self.memory, self.rank, self.place = cluster.memory, rank, place
+        self.threads, self.warp_count = cluster.threads, cluster.warp_count
+        parameters = self.program.entry.parameters
+        self.arguments = dict(zip((p.name for p in parameters), self.launch.arguments, strict=True))
+        self.shared = SharedMemory(self.program.static_bytes + self.launch.shared_bytes, rank)
+        self.tensor = TensorMemory()
+        self.barriers: dict[int, barrier.Barrier] = {}
+        self.counts = [0] * len(self.program.ops)
+        self.warps: list[Warp] = []
 
-    def run(self, mode: Mode, rng: random.Random) -> None:
-        self.mode, self.rng = mode, rng
-        running = list(self.warps)
-        stuck: set[int] = set()
-        while running:
-            ready = [warp for warp in running if warp.id not in stuck]
-            if not ready:
-                self.complete_a_copy(running)
-                stuck.clear()
-                continue
-            warp = rng.choice(ready)
-            if warp.run(rng.randint(1, MAX_SLICE)):
-                stuck.clear()
-            else:
-                stuck.add(warp.id)
-            if not warp.groups:
-                running.remove(warp)
-        if self.pending:
-            self.finish(self.pending[0])
-            ins = self.pending[0].instruction
-            raise TroubleError("pending_copy", "the CTA ends before it", line=ins.line, text=ins.text, cta=self.place)
 
-    def complete_a_copy(self, running: list[Warp]) -> None:
-        """All warps are stuck: complete a copy that one of them waits for, or report a deadlock."""
-        wanted = set().union(*(warp.wanted for warp in running))
-        able = [copy for copy in self.pending if copy.barrier.address in wanted]
-        if not able:
-            raise self.deadlock(running)
-        copy = self.rng.choice(able)
-        self.pending.remove(copy)
-        self.finish(copy)
+class Cluster:
+    """CTAs that run at the same time and reach each other's shared memory, with their work under way."""
 
-    def finish(self, copy: collective.Copy) -> None:
-        ins = copy.instruction
-        try:
-            copy.complete(self)
-        except FaultError as fault:
-            where: dict[str, Any] = {"cta": self.place, "warp": copy.warp, "lane": copy.lane}
-            raise TroubleError(fault.kind, fault.detail, line=ins.line, text=ins.text, **where) from fault
+    def __init__(
+        self,
+        launch: Launch,
+        code: Program,
+        memory: GlobalMemory,
+        number: int,
+        first: tuple[int, ...],
+        mode: Mode,
+        strict: bool,
+    ) -> None:
+        self.launch, self.program, self.memory, self.number, self.mode = launch, code, memory, number, mode
+        self.strict, self.shape = strict, shape_of(launch)
+        self.threads = math.prod(launch.block)
+        self.warp_count = -(-self.threads // 32)
+        corners = [tuple(reversed(at)) for at in itertools.product(*(range(n) for n in reversed(self.shape)))]
+        self.clocks = Clocks(len(corners) * self.warp_count)
+        self.mbarriers: dict[int, mbarrier.MBarrier] = {}
+        self.barrier = barrier.Barrier()
+        self.pending: list[Work] = []
+        self.ctas = [Cta(self, i, tuple(map(sum, zip(first, at, strict=True)))) for i, at in enumerate(corners)]
+        for cta in self.ctas:
+            cta.warps = [Warp(cta, n) for n in range(self.warp_count)]
+        self.running = [warp for cta in self.ctas for warp in cta.warps]
+        self.stuck: set[Warp] = set()
 
-    def deadlock(self, running: list[Warp]) -> TroubleError:
+    def turn(self, rng: random.Random) -> None:
+        """Let a warp that is not stuck run for a while."""
+        warp = rng.choice([warp for warp in self.running if warp not in self.stuck])
+        if warp.run(rng.randint(1, MAX_SLICE)):
+            self.stuck.clear()
+        else:
+            self.stuck.add(warp)
+        if not warp.groups:
+            self.running.remove(warp)
+
+    def issue(self, work: Work) -> None:
+        if self.mode == "early":
+            work.take_effect()
+        else:
+            self.pending.append(work)
+
+    def awaited(self) -> list[Work]:
+        """Work under way that a warp waits for."""
+        wanted = set().union(*(warp.wanted for warp in self.running))
+        return [work for work in self.pending if work.wakes in wanted]
+
+    def shared_of(self, address: int) -> SharedMemory:
+        """The shared memory that an address of shared::cluster lies in; its CTA must not have ended."""
+        rank = address >> RANK_SHIFT
+        if rank >= len(self.ctas):
+            raise FaultError("out_of_bounds", f"shared: {address:#x} is in none of {len(self.ctas)} CTAs")
+        if all(warp not in self.running for warp in self.ctas[rank].warps):
+            raise FaultError("lifetime", f"shared: {address:#x} is in CTA {self.ctas[rank].place}, which has ended")
+        return self.ctas[rank].shared
+
+    def end(self) -> None:
+        """Nothing may be left behind."""
+        left = [work for work in self.pending if not work.signal]
+        if left:
+            raise left[0].trouble(FaultError("pending_copy", "the CTA ends before it"))
+        for cta in self.ctas:
+            if cta.tensor.owned:
+                raise TroubleError("leak", f"tensor memory of columns {cta.tensor.owned} is not freed", cta=cta.place)
+
+    def deadlock(self) -> TroubleError:
         """Which lanes wait where; the position is that of the first group."""
         instructions, notes = self.program.entry.instructions, []
-        for warp in running:
+        for warp in self.running:
             for pc, mask in sorted(warp.groups.items()):
-                notes.append(f"warp {warp.id} lanes {mask:#010x} at line {instructions[pc].line}")
-        barriers = [f"barrier {n} has {len(b.arrived)} warps of {b.expected // 32}" for n, b in self.barriers.items()]
-        objects = [f"mbarrier {m.address:#x} lacks {m.pending} arrivals, {m.tx} bytes" for m in self.mbarriers.values()]
-        gone = [f"warp {w.id} has ended" for w in self.warps if w not in running]
-        pc, mask = min(running[0].groups.items())
-        return running[0].trouble(FaultError("deadlock", "; ".join(notes + barriers + objects + gone)), pc, mask)
+                notes.append(f"warp {warp.id} of {warp.cta.place} lanes {mask:#010x} at line {instructions[pc].line}")
+        for cta in self.ctas:
+            for n, b in cta.barriers.items():
+                notes.append(f"barrier {n} has {len(b.arrived)} warps of {b.expected // 32}")
+            notes += [f"warp {warp.id} has ended" for warp in cta.warps if warp not in self.running]
+        notes += [f"mbarrier {m.address:#x} lacks {m.pending} arrivals, {m.tx} bytes" for m in self.mbarriers.values()]
+        pc, mask = min(self.running[0].groups.items())
+        return self.running[0].trouble(FaultError("deadlock", "; ".join(notes)), pc, mask)
+
+
+def shape_of(launch: Launch) -> tuple[int, int, int]:
+    x, y, z = launch.cluster or (1, 1, 1)
+    return max(x, 1), max(y, 1), max(z, 1)
 
 
 def _check(launch: Launch, code: Program) -> None:
@@ -293,27 +266,31 @@ def _check(launch: Launch, code: Program) -> None:
         faults.append(f"parameters of {[p.size for p in parameters]} bytes, got {[len(a) for a in launch.arguments]}")
     if code.entry.block not in (None, tuple(launch.block)):
         faults.append(f"compiled for blocks of {code.entry.block}, launched with {launch.block}")
-    if any(size != 1 for size in launch.cluster or ()):
-        faults.append(f"clusters of {launch.cluster} are not modelled")
+    if any(g % c for g, c in zip(launch.grid, shape_of(launch), strict=True)):
+        faults.append(f"a grid of {launch.grid} is not made of clusters of {shape_of(launch)}")
     if faults:
         raise TroubleError("launch", "; ".join(faults))
 
 
-def _places(grid: tuple[int, int, int], rng: random.Random) -> Iterator[tuple[int, int, int]]:
-    """The grid's CTAs in a random order, which PTX leaves open."""
-    places = [(x, y, z) for z, y, x in itertools.product(*(range(n) for n in reversed(grid)))]
-    rng.shuffle(places)
-    return iter(places)
-
-
-def run_launch(launch: Launch, buffers: list[np.ndarray], mode: Mode = "early", seed: int = 0) -> Report:
+def run_launch(
+    launch: Launch,
+    buffers: list[np.ndarray],
+    mode: Mode = "early",
+    seed: int = 0,
+    together: int = 1,
+    strict: bool = True,
+) -> Report:
     """Execute a launch over host memory, in place.
 
     Args:
         buffers: all global memory that the kernel may touch, contiguous, at the addresses that the arguments hold;
             an array that is not writeable is read-only.
-        mode: when asynchronous copies complete.
+        mode: when asynchronous work completes.
         seed: fixes the order of CTAs and warps.
+        together: how many clusters run at the same time.
+        strict: tcgen05.ld needs a wait, and the lanes of its warp in the address; tensor memory needs a fence behind
+            what synchronises threads, the asynchronous proxy one behind ordinary writes. So PTX has it, while code
+            that runs on hardware leaves out each of these.
 
     Raises:
         TroubleError: the kernel does something wrong, or something that is not modelled.
@@ -323,15 +300,37 @@ def run_launch(launch: Launch, buffers: list[np.ndarray], mode: Mode = "early", 
     start, code = time.perf_counter(), program(launch.ptx, launch.entry)
     _check(launch, code)
     memory, rng, report = GlobalMemory(buffers), random.Random(seed), Report()
+    steps = [range(0, n, c) for n, c in zip(launch.grid, shape_of(launch), strict=True)]
+    corners = list(itertools.product(*steps))
+    rng.shuffle(corners)  # PTX leaves the order of CTAs open
+    waiting = enumerate(corners)
+    live: list[Cluster] = []
     with np.errstate(all="ignore"):
-        for place in _places(launch.grid, rng):
-            cta = Cta(launch, code, memory, place)
-            cta.run(mode, rng)
-            report.ctas += 1
-            for ins, op, count in zip(code.entry.instructions, code.ops, cta.counts, strict=True):
-                if count:
-                    report.opcodes[ins.opcode] += count
-                    if op.approximate:
-                        report.approximate.add(ins.opcode)
+        while True:
+            for number, corner in itertools.islice(waiting, together - len(live)):
+                live.append(Cluster(launch, code, memory, number, corner, mode, strict))
+            if not live:
+                break
+            able = [cluster for cluster in live if len(cluster.stuck) < len(cluster.running)]
+            if not able:
+                _complete_something(live, rng)
+                continue
+            cluster = rng.choice(able)
+            cluster.turn(rng)
+            if not cluster.running:
+                live.remove(cluster)
+                cluster.end()
+                for cta in cluster.ctas:
+                    report.add(code, cta.counts)
     report.seconds = time.perf_counter() - start
     return report
+
+
+def _complete_something(live: list[Cluster], rng: random.Random) -> None:
+    """All warps are stuck: complete work that one of them waits for, or report a deadlock."""
+    works = [work for cluster in live for work in cluster.awaited()]
+    if not works:
+        raise live[0].deadlock()
+    rng.choice(works).complete()
+    for cluster in live:
+        cluster.stuck.clear()

@@ -44,10 +44,11 @@ class Symbol:
 
 @dataclass(frozen=True)
 class Address:
-    """[base + offset]."""
+    """[base + offset], or [tensor map, {coordinates}]."""
 
     base: Register | Symbol | Immediate
     offset: int
+    coordinates: tuple[Operand, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,15 @@ class Vector:
     items: tuple[Operand, ...]
 
 
-Operand = Register | Immediate | Symbol | Address | Negated | Vector
+@dataclass(frozen=True)
+class Pair:
+    """d|p: two destinations of one instruction; `_` as one of them is a Symbol."""
+
+    first: Operand
+    second: Operand
+
+
+Operand = Register | Immediate | Symbol | Address | Negated | Vector | Pair
 
 
 @dataclass(frozen=True)
@@ -81,6 +90,18 @@ class Instruction:
     @property
     def parts(self) -> list[str]:
         return self.opcode.split(".")
+
+    def registers(self) -> list[Register]:
+        """All that it names, addresses and vectors included."""
+        found, left = [], list(self.operands)
+        while left:
+            operand = left.pop()
+            if isinstance(operand, Register):
+                found.append(operand)
+            elif isinstance(operand, (Vector, Address, Negated, Pair)):
+                left += [getattr(operand, f) for f in ("base", "register", "first", "second") if hasattr(operand, f)]
+                left += [*getattr(operand, "items", ()), *getattr(operand, "coordinates", ())]
+        return found
 
 
 @dataclass(frozen=True)
@@ -181,6 +202,9 @@ class _Parser:
         kind = self.take()[1:]
         if kind not in BITS:
             self.refuse(f"type {kind} is not modelled")
+        while self.token in (".ptr", ".global", ".shared", ".align"):  # what a pointer leads to
+            if self.take() == ".align":
+                self.number()
         name, count, size = self.take(), 1, BITS[kind] // 8
         if self.accept("["):
             count = 0 if self.token == "]" else self.number()
@@ -198,12 +222,14 @@ class _Parser:
             offset += found.size
             self.accept(",")
         while not self.accept("{"):
-            if not self.accept(".reqntid"):
-                self.refuse(f"{self.token} is not modelled")
+            directive = self.take()
+            if directive not in (".reqntid", ".minnctapersm", ".maxnreg", ".maxntid", ".reqnctapercluster"):
+                self.refuse(f"{directive} is not modelled")
             sizes = [self.number()]
             while self.accept(","):
                 sizes.append(self.number())
-            entry.block = tuple(sizes)
+            if directive == ".reqntid":
+                entry.block = tuple(sizes)
         self.body(entry)
         self.module.entries[entry.name] = entry
 
@@ -217,8 +243,7 @@ class _Parser:
             elif self.accept(".reg"):
                 self.declare(entry, scopes[-1])
             elif self.accept(".pragma"):
-                if self.take() != '"nounroll"':
-                    self.refuse("this pragma is not modelled")
+                self.take()  # advice to the assembler
                 self.take(";")
             elif self.tokens[self.at + 1][0] == ":":
                 scopes[-1].labels[self.take()] = len(entry.instructions)
@@ -256,7 +281,8 @@ class _Parser:
             guard = (register, negated)
         opcode, operands = self.take(), []
         while not self.accept(";"):
-            operands.append(self.operand(scopes))
+            operand = self.operand(scopes)
+            operands.append(Pair(operand, self.operand(scopes)) if self.accept("|") else operand)
             if self.token not in (",", ";"):
                 self.refuse(f"{self.token} is not modelled in an operand")
             self.accept(",")
@@ -274,10 +300,11 @@ class _Parser:
             offset = 0
             if self.accept("+") or self.token == "-":
                 offset = self.number()
+            coordinates = self.operand(scopes) if self.accept(",") else Vector(())
             self.take("]")
-            if not isinstance(base, (Register, Symbol, Immediate)):
+            if not isinstance(base, (Register, Symbol, Immediate)) or not isinstance(coordinates, Vector):
                 self.refuse("an address is a name or number plus an offset")
-            return Address(base, offset)
+            return Address(base, offset, coordinates.items)
         if self.accept("!"):
             register = self.operand(scopes)
             if not isinstance(register, Register):

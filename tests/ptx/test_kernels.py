@@ -224,7 +224,7 @@ FAULTS: dict[str, tuple[Callable[[str], str], str]] = {
     "a ring one row too long": (swap(RING, r"\1, 7;"), ASTRAY),
     "a ring one row too short": (swap(RING, r"\1, 5;"), ASTRAY),
     "absent records loaded": (swap(r"@p (ld\.global\.cs\.b32)", r"\1"), ASTRAY),
-    "a key appended by every lane": (swap(r"@p (st\.global\.v2\.b32)", r"\1"), "output|key"),
+    "a key appended by every lane": (swap(r"@p (st\.global\.v2\.b32)", r"\1"), "output|key|race: global"),
     "a value not appended": (swap(r"@p st\.global\.v4\.b32 [^;]*;", ""), "value"),
     "a state that grows": (swap(r"(mul\.f32\s+%r\d+, %r\d+), 0f3FB8AA3B", r"\1, 0fBFB8AA3B"), "output"),
     "a sum over half of the lanes": (swap(r"(shfl\.sync\.bfly\.b32\s+%r\d+, %r\d+), 4,", r"\1, 0,"), "output"),

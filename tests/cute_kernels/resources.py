@@ -1,0 +1,199 @@
+"""Registers, memory and instructions of the compiled kernels, for each architecture: the report and its rules.
+
+    make resources          compile them and rewrite docs/records/resources.json
+
+The report has one line for each kernel and architecture, so a change of a kernel shows in a diff what it costs. No GPU
+is needed: registers, frame and declared shared memory stand in the cubin, the dynamic shared memory in the host code of
+the launch, and the instructions are those of the SASS (`helpers.sass`).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import cutlass
+from cutlass.base_dsl import compiler
+
+from cute_kernels import commit, probes, step
+from cute_kernels.arch import ARCHES
+from cute_kernels.compile import compile_only
+from cute_kernels.configs import Mamba2Options, RowOptions
+from replayssm import plan_step
+from tests.helpers.cases import ODD, RELEASED, Case
+from tests.helpers.cubin import resources
+from tests.helpers.sass import disassembled, histogram
+
+PATH = Path("docs/records/resources.json")
+LAYER = Mamba2Options(dt_dtype="bfloat16", D_dtype="float32", dt_bias_dtype="float32", dt_softplus=True)
+MAX_REGISTERS = {"step": 128, "commit": 32, "probe": 128}  # a CTA has 128 threads: four of them on a multiprocessor
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A jit function with what it is specialised for, by architecture."""
+
+    function: Callable[..., Any]
+    arguments: Callable[[str], tuple[Any, ...]]
+
+
+def _step(case: Case, options: Mamba2Options = LAYER, **how: Any) -> Kernel:
+    def arguments(arch: str) -> tuple[Any, ...]:
+        return step.fake_arguments(plan_step(case.layer, case.replay, options, arch=arch, batch=64, **how).key)
+
+    return Kernel(step.step_launch, arguments)
+
+
+def _kernels() -> dict[str, Kernel]:
+    """Steps of released models with each dtype of checkpoint and each head_dim and d_state that they have, a step with
+    everything that is optional, one of d_state 64 and one of full precision; both commits; the probes."""
+    by_id = {case.id: case for case in (*RELEASED, *ODD)}
+    steps = [
+        "mamba2-HV128-G8-V64-K128-L16-T1-bf16-fp32",
+        "mamba2-HV128-G8-V64-K128-L16-T1-bf16-bf16",
+        "mamba2-HV128-G8-V64-K128-L16-T1-bf16-fp16",
+        "mamba2-HV128-G8-V80-K128-L16-T1-bf16-fp32",
+        "mamba2-HV256-G8-V64-K256-L16-T1-bf16-fp32",
+        "mamba2-HV12-G4-V80-K64-L7-T1-bf16-bf16",
+    ]
+    kernels = {f"step-{name.removeprefix('mamba2-')}": _step(by_id[name]) for name in steps}
+    full = Mamba2Options("float32", "float32", True, "float32", True)
+    everything = {"rows": RowOptions("int64", True, True), "ring_layout": "strided"}
+    kernels["step-HV7-G7-V64-K128-L3-T1-fp32-fp32-all"] = _step(
+        by_id["mamba2-HV7-G7-V64-K128-L3-T1-fp32-fp32"], full, **everything
+    )
+    for name, key in {
+        "commit-L16-T1": commit.CommitKey(16, 1),
+        "commit-L16-T4-all": commit.CommitKey(16, 4, "int64", True, True),
+    }.items():
+        kernels[name] = Kernel(commit.commit_launch, lambda arch, key=key: commit.fake_arguments(key))
+    for name, function in (("read", probes.read_tiles), ("rewrite", probes.rewrite_tiles)):
+        kernels[f"probe-{name}"] = Kernel(function, lambda arch: probes.fake_arguments())
+    return kernels
+
+
+KERNELS = _kernels()
+
+
+def measure(name: str, arch: str) -> tuple[str, Row]:
+    """Compile one kernel; the versions of the compiler and the kernel's line of the report."""
+    kernel = KERNELS[name]
+    with tempfile.TemporaryDirectory() as folder:
+        keep = (compiler.KeepPTX(True), compiler.KeepCUBIN(True), compiler.DumpDir(folder))
+        made = compile_only(kernel.function, functools.partial(kernel.arguments, arch), arch, *keep)
+        cubin = made.artifacts.CUBIN
+    (used,) = resources(cubin).values()
+    # The wheel may hold several assemblers and take one by the driver; the PTX says which it was.
+    (assembler,) = re.findall(r"Cuda compilation tools, release [\d.]+, (V[\d.]+)", made.artifacts.PTX)
+    return f"cutlass_dsl {cutlass.__version__}, CUDA tools {assembler}", {
+        "kernel": name,
+        "arch": arch,
+        "registers": used.registers,
+        "frame_bytes": used.frame_bytes,
+        "declared_shared_bytes": used.shared_bytes,
+        "dynamic_shared_bytes": dynamic_shared_bytes(str(made.ir_module)),
+        "instructions": histogram(disassembled(cubin)),
+    }
+
+
+def dynamic_shared_bytes(host: str) -> int:
+    """The third member of the one launch configuration in a module's host code: (grid, block, bytes, ...)."""
+    member = (
+        r"(%\w+) = llvm\.getelementptr %\w+\[0, 2\] .*struct<\(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32\)>"
+    )
+    (place,) = re.finditer(member, host)
+    store = re.compile(rf"llvm\.store (%\w+), {place[1]} : i64").search(host, place.end())
+    assert store is not None
+    *_, value = re.findall(rf"^\s*{store[1]} = llvm\.mlir\.constant\((\d+) : i64\)", host[: store.start()], re.M)
+    return int(value)
+
+
+def violations(row: Row) -> list[str]:
+    """What no kernel may have, whatever the compiler: spills, a frame, addresses whose memory the compiler does not
+    know, atomics, an opcode of no known class, too many registers, or a step without its wide accesses."""
+    at, found = f"{row['kernel']} {row['arch']}", row["instructions"]
+    kind = row["kernel"].partition("-")[0]
+    faults = [f"{at}: a frame of {row['frame_bytes']} bytes"] if row["frame_bytes"] else []
+    faults += [f"{at}: {found[name]} of {name}" for name in ("local", "generic", "atomic", "other") if name in found]
+    if row["registers"] > MAX_REGISTERS[kind]:
+        faults.append(f"{at}: {row['registers']} registers, at most {MAX_REGISTERS[kind]}")
+    needed = {"step": ("LDG.128", "STG.128", "LDS.128", "bulk"), "probe": ("bulk",), "commit": ()}[kind]
+    if row["kernel"] == "probe-rewrite":
+        needed = ("LDG.128", "STG.128")
+    return faults + [f"{at}: no {name}" for name in needed if name not in found]
+
+
+def regressions(before: Row, after: Row) -> list[str]:
+    """What of a kernel became worse: more registers or shared memory, fewer of the widest accesses of a kind or more of
+    the narrow ones (32 bits and less)."""
+    at, faults = f"{before['kernel']} {before['arch']}", []
+    for name in ("registers", "frame_bytes", "declared_shared_bytes", "dynamic_shared_bytes"):
+        if after[name] > before[name]:
+            faults.append(f"{at}: {name} {before[name]} -> {after[name]}")
+    old, new = before["instructions"], after["instructions"]
+    for kind in ("LDG", "STG", "LDS", "STS"):
+        widest = next((f"{kind}.{width}" for width in (256, 128, 64) if f"{kind}.{width}" in old), None)
+        if widest and new.get(widest, 0) < old[widest]:
+            faults.append(f"{at}: {widest} {old[widest]} -> {new.get(widest, 0)}")
+        narrow = [sum(one.get(f"{kind}.{width}", 0) for width in (32, 16, 8)) for one in (old, new)]
+        if narrow[1] > narrow[0]:
+            faults.append(f"{at}: narrow {kind} {narrow[0]} -> {narrow[1]}")
+    return faults
+
+
+def findings(report: Row, rows: list[Row], compilers: str) -> list[str]:
+    """What is wrong with freshly measured rows, given the committed report.
+
+    The same compiler gives the same code, so then any difference is a finding: a regression, or a report that is stale.
+    With another compiler, only `violations` are.
+    """
+    known = {(row["kernel"], row["arch"]): row for row in report["rows"]}
+    found = [fault for row in rows for fault in violations(row)]
+    for row in rows:
+        before = known.get((row["kernel"], row["arch"]))
+        if before is None:
+            found.append(f"{row['kernel']} {row['arch']}: not in the report; run make resources")
+        elif compilers == report["compilers"] and before != row:
+            worse = regressions(before, row)
+            found += worse or [f"{row['kernel']} {row['arch']}: the report is stale; run make resources"]
+    return found
+
+
+def stale_kernels(report: Row) -> list[str]:
+    """How the kernels of the report differ from those that are to be in it."""
+    wanted = {(name, arch) for name in KERNELS for arch in ARCHES}
+    listed = [(row["kernel"], row["arch"]) for row in report["rows"]]
+    found = [f"{name} {arch}: missing from the report" for name, arch in sorted(wanted - set(listed))]
+    found += [f"{name} {arch}: in the report, but no such kernel" for name, arch in sorted(set(listed) - wanted)]
+    return found + (["the report has a kernel twice"] if len(set(listed)) < len(listed) else [])
+
+
+def lines(report: Row) -> Iterator[str]:
+    """The report as JSON, a line for each row."""
+    head = {name: value for name, value in report.items() if name != "rows"}
+    yield json.dumps(head)[:-1] + ', "rows": ['
+    rows = [json.dumps(row) for row in report["rows"]]
+    yield from (f"{row}," for row in rows[:-1])
+    yield f"{rows[-1]}\n]}}"
+
+
+def main() -> None:
+    """Rewrite the report, unless a kernel breaks a rule."""
+    measured = [measure(name, arch) for name in KERNELS for arch in ARCHES]
+    rows = [row for _, row in measured]
+    if faults := [fault for row in rows for fault in violations(row)]:
+        raise SystemExit("\n".join(faults))
+    report = {"compilers": measured[0][0], "rows": rows}
+    PATH.write_text("\n".join(lines(report)) + "\n", encoding="utf-8")
+    print(f"{PATH}: {len(rows)} rows")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""What a kernel's machine code is made of: instructions of its SASS, counted by class.
+
+NVIDIA's disassembler does the reading; PyPI's nvidia-cuda-nvdisasm brings it, so no CUDA toolkit is needed. Memory
+classes are named after the opcode and the bits that a lane moves: LDG.128 is a load from global memory of 16 bytes.
+Predicated instructions count as if they ran, loops once, and the padding behind the code (NOP) not at all.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import re
+import shutil
+import subprocess
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)")
+WIDTH = re.compile(r"\.(?:[US]?(8|16)|ENL2\.(256)|(64|128|256))(?=\.|$)")
+MEMORY = ("LDG", "STG", "LDS", "STS")
+# Opcodes by class; one that ends in * stands for all that begin so. The first class that matches is taken.
+CLASSES = {
+    "local": "LDL STL",
+    "generic": "LD ST",
+    "atomic": "ATOM* RED",
+    "bulk": "UBLK* UTMA* LDGSTS* LDGDEPBAR DEPBAR",
+    "matrix": "HMMA* IMMA* QMMA* DMMA* HGMMA* UTC* LDSM STSM LDTM STTM",
+    "mbarrier": "SYNCS",
+    "barrier": "BAR* B2R* MEMBAR FENCE CCTL* ERRBAR UCGABAR*",
+    "shuffle": "SHFL REDUX CREDUX VOTE* MATCH",
+    "FFMA": "FFMA*",
+    "FMUL": "FMUL*",
+    "FADD": "FADD*",
+    "MUFU": "MUFU*",
+    "half": "HFMA2* HADD2* HMUL2* HSET* FHFMA FHADD",
+    "convert": "F2F* I2F* F2I* FRND I2I*",
+    "select": "FSEL FSETP FMNMX* FSET SEL SEL64 FCHK PLOP3 ISETP P2R R2P",
+    "constant": "LDC LDCU ULDC",
+    "control": "BRA BRX EXIT CALL* RET* BSSY BSYNC WARPSYNC NANOSLEEP ACQBULK PREEXIT ELECT YIELD BREAK",
+    "uniform": "U* R2UR* S2UR CS2UR",
+    "integer": "IMAD* IADD* VIADD* VIMNMX* LEA* LOP3 SHF SHL SHR PRMT MOV* IABS IMNMX POPC FLO BREV SGXT S2R CS2R",
+}
+
+
+@functools.cache
+def disassembler() -> Path | None:
+    """The nvdisasm of the pip package, else the one on the path, else None."""
+    try:
+        files = importlib.metadata.files("nvidia-cuda-nvdisasm") or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    own = [Path(str(file.locate())) for file in files if file.name == "nvdisasm"]
+    found = shutil.which("nvdisasm")
+    return own[0] if own else Path(found) if found else None
+
+
+def why_no_sass() -> str | None:
+    """Why no SASS can be read here, or None if it can."""
+    return None if disassembler() else "needs nvdisasm; pip install '.[dev]' brings it"
+
+
+def disassembled(cubin: bytes) -> str:
+    """The SASS of a cubin."""
+    tool = disassembler()
+    if tool is None:
+        raise FileNotFoundError(why_no_sass())
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [tool, "--print-code", "--no-dataflow", file.name]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def class_of(instruction: str) -> str:
+    """The class of an instruction with its modifiers, e.g. "LDG.E.64"; "other" if none is known."""
+    opcode = instruction.partition(".")[0]
+    if opcode in MEMORY:
+        width = WIDTH.search(instruction)
+        return f"{opcode}.{next(filter(None, width.groups())) if width else 32}"
+    for name, opcodes in CLASSES.items():
+        for known in opcodes.split():
+            if opcode == known or (known.endswith("*") and opcode.startswith(known[:-1])):
+                return name
+    return "other"
+
+
+def histogram(sass: str) -> dict[str, int]:
+    """Instructions by class, and their total: memory by width first, then the classes in their order."""
+    found = Counter(class_of(one) for one in INSTRUCTION.findall(sass) if one != "NOP")
+    order = [*(f"{opcode}.{width}" for opcode in MEMORY for width in (256, 128, 64, 32, 16, 8)), *CLASSES, "other"]
+    assert set(found) <= set(order), set(found) - set(order)
+    return {name: found[name] for name in order if found[name]} | {"total": found.total()}

@@ -1,0 +1,242 @@
+"""No schedule of a step or a commit deadlocks or races, in shared memory or, between CTAs, in global memory.
+
+The static verifier (`verifier`) decides it for the PTX of sm_103a as it is compiled, launched as the host code launches
+it. Grid: every dtype of checkpoint and activations, heads whole and split, a group of two heads and groups of one, all
+three ring layouts, both index dtypes, dependent launch; rows that read and rows that fold beside each other and, of
+head_dim 80, one that folds, around the end of the ring, and padding. A CTA that appends beside one that reads its
+window is what no schedule of the interpreter shows. The verdicts stand in docs/records/static.json and must not get
+worse. Teeth: faults in the PTX, and two rows of one slot, each change the verdict; faults that the tool cannot see are
+named as such.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+
+from cute_kernels.configs import RingLayout, StepConfig
+from tests.helpers.cases import Case
+from tests.helpers.oracle import ALL, BARE, F32, PAD, Given, Scene
+from tests.ptx import recorder
+from tests.ptx.launches import Bench, Interpreted
+from tests.ptx.verifier import Verdict, tool_version, verify, why_no_verifier
+
+WHY_NOT = why_no_verifier() or recorder.why_no_recorder()
+needs_verifier = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+RECORD = Path("docs/records/static.json")
+ARCH = "sm_103a"
+BF16, F16 = torch.bfloat16, torch.float16
+RANKS = {"failed": 0, "not_run": 1, "incomplete": 1, "passed": 2}
+
+
+def case(heads: int, groups: int, head_dim: int, d_state: int, window: int, *dtypes: torch.dtype) -> Case:
+    activation, checkpoint = dtypes
+    return Case("mamba2", heads, groups, head_dim, d_state, window, 1, activation, checkpoint)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A launch to verify: a step, or the commit behind it."""
+
+    case: Case
+    counts: tuple[int, ...]
+    forced: tuple[int, ...] | None = None
+    given: Given = ALL
+    split: int = 1
+    pdl: bool = False
+    layout: RingLayout = "record_major"
+    index: torch.dtype = torch.int32
+    commits: bool = False
+
+    @property
+    def scene(self) -> Scene:
+        """Ring starts at the end of the ring, so that records and appends wrap around."""
+        return Scene(
+            self.case,
+            self.counts,
+            forced=self.forced,
+            given=self.given,
+            starts=tuple(self.case.window - i % 2 for i in range(len(self.counts))),
+            ring_layout=self.layout,
+            index_dtype=self.index,
+        )
+
+    def verdict(self, change: Callable[[str], str] = str, *, same_slot: bool = False) -> Verdict:
+        """Record the launch and have it verified, with changed PTX, or all rows in the slot of the first, if asked."""
+        work = Interpreted.of(self.scene, Bench(ARCH, change=change))
+        if same_slot:
+            work.cache_indices[:] = int(work.cache_indices[0])
+        if self.commits:
+            work.commit(num_accepted=torch.ones(len(self.counts), dtype=torch.int32))
+        else:
+            work.step(config=StepConfig(self.split), pdl=self.pdl)
+        contents = [work.cache_indices]
+        if not self.commits:
+            contents += [work.cursors.ring_start, work.cursors.num_committed]
+            contents += [] if work.force_fold is None else [work.force_fold]
+        (launch,) = work.bench.launches
+        return verify(launch, tuple(contents))
+
+
+PAIR, SINGLE = (case(heads, 1, 64, 64, 5, BF16, F32) for heads in (2, 1))
+RUNS = {
+    "step, all inputs, a group of two heads": Run(PAIR, (3, 4, PAD), forced=(1,)),
+    "step, two CTAs a head, head-major, no mask": Run(
+        case(1, 1, 64, 64, 17, F32, F16), (16, 17), given=Given(D=None, dt_bias=None), split=2, layout="head_major"
+    ),
+    "step, d_state 128, dependent launch, int64": Run(
+        case(1, 1, 64, 128, 16, F16, F16), (9, 16), given=Given(z=False), pdl=True, index=torch.int64
+    ),
+    "step, head_dim 80, strided, no optional input": Run(
+        case(1, 1, 80, 64, 5, F32, BF16), (2,), forced=(0,), given=BARE, layout="strided"
+    ),
+    "commit, two CTAs": Run(SINGLE, tuple(range(4)) * 40, forced=(0, 5, 130), commits=True),
+    "commit, int64": Run(SINGLE, (2, PAD, 5), index=torch.int64, commits=True),
+}  # fmt: skip
+READS, FOLDS = Run(SINGLE, (3,)), Run(SINGLE, (5,))
+
+
+def worse(before: dict[str, Any] | None, now: Verdict, *, same_tools: bool) -> list[str]:
+    """What is wrong with a verdict, given the recorded one: a property that it proves no more, or, with the tools that
+    the record is of, anything else that it says."""
+    if before is None:
+        return ["not in the record; run make static"]
+    found = [
+        f"{name}: {before[name]} -> {getattr(now, name)}: {now.message}"
+        for name in ("synchronization", "memory")
+        if RANKS[getattr(now, name)] < RANKS[before[name]]
+    ]
+    same = {name: before[name] for name in asdict(now)} == asdict(now)
+    return found or ([] if same or not same_tools else [f"the record says {before}, the tool {now}"])
+
+
+def tools() -> dict[str, str]:
+    import cutlass
+
+    return {"sentryward": tool_version(), "cutlass_dsl": cutlass.__version__, "arch": ARCH}
+
+
+@pytest.fixture(scope="module")
+def record(repository: Path) -> dict[str, Any]:
+    return json.loads((repository / RECORD).read_text(encoding="utf-8"))
+
+
+@needs_verifier
+@pytest.mark.parametrize("name", RUNS)
+def test_a_verdict_is_no_worse_than_recorded(name: str, record: dict[str, Any]) -> None:
+    before = {row["launch"]: row for row in record["verdicts"]}.get(name)
+    same = all(record[tool] == version for tool, version in tools().items())
+    assert worse(before, RUNS[name].verdict(), same_tools=same) == []
+
+
+def test_the_record_names_these_launches_and_hides_nothing(record: dict[str, Any]) -> None:
+    assert [row["launch"] for row in record["verdicts"]] == list(RUNS)
+    for row in record["verdicts"]:
+        decided = row["synchronization"] == row["memory"] == "passed"
+        assert decided == (row["result"] == "race_free"), row
+        assert decided or row["message"], row
+
+
+# Teeth.
+
+
+def without(pattern: str, which: int = 0, by: str = "") -> Callable[[str], str]:
+    """A fault: the match number `which` of a pattern is not there."""
+
+    def change(ptx: str) -> str:
+        found = list(re.finditer(pattern, ptx, re.S))[which]
+        return ptx[: found.start()] + found.expand(by) + ptx[found.end() :]
+
+    return change
+
+
+BARRIER, WAIT = r"bar\.sync\s+0;", r"\{\s*\.reg \.pred\s+P1;\s*LAB_WAIT:.*?DONE:\s*\}"
+RACE, ORDER = "potential_race", "Conflicting accesses have no proven required ordering"
+# The launch, its fault, and the result and message that must come out. The first two barriers only order loads.
+FAULTS: dict[str, tuple[Run, Callable[[str], str], str, str]] = {
+    "no barrier behind the partial sums": (READS, without(BARRIER, 2), RACE, ORDER),
+    "no barrier behind the staged records": (FOLDS, without(BARRIER, 3), RACE, ORDER),
+    "no barrier behind the products": (FOLDS, without(BARRIER, 4), RACE, ORDER),
+    "no wait in a row that reads": (READS, without(WAIT, 0), RACE, ORDER),
+    "no wait in a row that folds": (FOLDS, without(WAIT, 1), RACE, ORDER),
+    "a copy of 16 bytes less": (READS, without(r"(cp\.async\.bulk\S+ [^;]*), 16384,", 0, r"\1, 16368,"),
+        "not_wellsynced", "cannot advance"),
+    "no mbarrier": (READS, without(r"mbarrier\.init\S+\s+[^;]*;"), "tool_failure", "without an initializer"),
+    "absent records loaded": (Run(PAIR, (3,)), without(r"@p (ld\.global\.cs\.b32)", 0, r"\1"), RACE, ORDER),
+    "a key appended by every lane": (Run(PAIR, (3,)), without(r"@p (st\.global\.v2\.b32)", 0, r"\1"), RACE, ORDER),
+}  # fmt: skip
+
+
+@needs_verifier
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_the_kernel_changes_the_verdict(fault: str) -> None:
+    run, change, result, message = FAULTS[fault]
+    verdict = run.verdict(change)
+    assert re.fullmatch(result, verdict.result), verdict
+    assert message in verdict.message
+    sound = {**asdict(verdict), "result": "race_free", "synchronization": "passed", "memory": "passed", "message": ""}
+    assert worse(sound, verdict, same_tools=False) != []
+
+
+@needs_verifier
+def test_two_rows_of_one_slot_race() -> None:
+    """Callers must not do this; the tool sees the race between the CTAs of a step and the threads of a commit."""
+    for run in (replace(READS, counts=(3, 3)), replace(RUNS["commit, int64"], counts=(3, 3))):
+        verdict = run.verdict(same_slot=True)
+        assert verdict.result == RACE, verdict
+
+
+@needs_verifier
+def test_what_the_verifier_does_not_see() -> None:
+    """Bounds, alignment and fences: a sound verdict leaves them open, the interpreter does not (`test_kernels`)."""
+
+    def change(ptx: str) -> str:
+        ptx = without(r"fence\.mbarrier_init\S*;")(ptx)
+        ptx = without(r"(ld\.shared\.v4\.b32 [^;]*)\+128\]", 0, r"\1+120]")(ptx)
+        return without(r"(ld\.shared\.v4\.b32 [^;]*)\+12416\]", 0, r"\1+28800]")(ptx)
+
+    assert READS.verdict(change).result == "race_free"
+
+
+SOUND = {"result": "race_free", "synchronization": "passed", "memory": "passed", "message": ""}
+
+
+@pytest.mark.parametrize(
+    ("now", "same_tools", "count"),
+    [
+        (Verdict(**SOUND), True, 0),
+        (Verdict(**{**SOUND, "memory": "failed"}), False, 1),
+        (Verdict(**{**SOUND, "synchronization": "incomplete", "memory": "not_run"}), False, 2),
+        (Verdict(**{**SOUND, "message": "other words"}), False, 0),
+        (Verdict(**{**SOUND, "message": "other words"}), True, 1),
+    ],
+)
+def test_the_comparison_sees_what_is_worse(now: Verdict, same_tools: bool, count: int) -> None:
+    assert len(worse(SOUND, now, same_tools=same_tools)) == count
+    assert len(worse(None, now, same_tools=same_tools)) == 1
+
+
+def main() -> None:
+    """Verify every launch and rewrite the record."""
+    head = tools() | {
+        "not_decided": {
+            "equivalence": "not asked for: with given contents the tool answers unsupported, 'comparison context: "
+            "expected nonnegative integer'; for a commit whose slot is a constant in its PTX, equivalence_not_proven",
+            "probes": "not launched through the recorder",
+        }
+    }
+    rows = [json.dumps({"launch": name, **asdict(run.verdict())}) for name, run in RUNS.items()]
+    RECORD.write_text(json.dumps(head)[:-1] + ', "verdicts": [\n' + ",\n".join(rows) + "\n]}\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
