@@ -54,12 +54,31 @@ class Mamba2Parameters:
 
 
 @dataclass(frozen=True)
+class GdnTensors:
+    """q, k [rows, 1, HK, K]; v [rows, 1, HV, V]; a, b [rows, 1, HV]."""
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    a: cute.Tensor
+    b: cute.Tensor
+
+
+@dataclass(frozen=True)
+class GdnParameters:
+    """A_log, dt_bias [HV] float32."""
+
+    A_log: cute.Tensor
+    dt_bias: cute.Tensor
+
+
+@dataclass(frozen=True)
 class StepTensors:
     """All tensors of a step; `out` is [rows, 1, HV, V]."""
 
     pool: PoolTensors
     cursors: CursorTensors
     rows: RowTensors
-    inputs: Mamba2Tensors
-    parameters: Mamba2Parameters
+    inputs: Mamba2Tensors | GdnTensors
+    parameters: Mamba2Parameters | GdnParameters
     out: cute.Tensor

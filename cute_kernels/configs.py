@@ -40,6 +40,26 @@ class Mamba2Options:
 
 
 @dataclass(frozen=True)
+class GdnOptions:
+    """What a Gated DeltaNet step is given: dtypes, the factor of q, and how the engine computes norm and beta.
+
+    Args:
+        scale: factor of q.
+        l2norm_eps: epsilon under the root of the l2 norm of q and k; None when they come normalised.
+        round_beta: beta is rounded to the dtype of b.
+    """
+
+    scale: float
+    a_dtype: str = "bfloat16"
+    b_dtype: str = "bfloat16"
+    l2norm_eps: float | None = 1e-6
+    round_beta: bool = False
+
+
+Options = Mamba2Options | GdnOptions
+
+
+@dataclass(frozen=True)
 class RowOptions:
     """How a step is called: dtype of `cache_indices`, whether a force_fold mask comes, and dependent launch (PDL)."""
 
@@ -65,9 +85,14 @@ class StepKey:
     ring_layout: RingLayout
     checkpoint_dtype: str
     activation_dtype: str
-    options: Mamba2Options
+    options: Options
     config: StepConfig
     rows: RowOptions = RowOptions()
+
+    @property
+    def probes(self) -> int:
+        """Vectors that each state row is multiplied by: the query, and the key where a record needs the state."""
+        return 1 if isinstance(self.options, Mamba2Options) else 2
 
 
 @dataclass(frozen=True)
@@ -84,6 +109,7 @@ class Tile:
     activation_size: int
     window: int
     fold_values: int
+    probes: int = 1
 
     @classmethod
     def of(cls, key: StepKey) -> Tile:
@@ -94,6 +120,7 @@ class Tile:
             activation_size=SIZE_BYTES[key.activation_dtype],
             window=key.window,
             fold_values=key.config.fold_values,
+            probes=key.probes,
         )
 
     @property
@@ -176,8 +203,9 @@ class Tile:
     @property
     def staging_bytes(self) -> int:
         """Shared memory beside the tile: the fold's records and products, or the readout's partial sums there."""
-        fold = self.padded_window * (self.d_state * self.activation_size + self.rows * 4) + self.rows * 4
-        return max(fold, self.warps * self.rows * 4)
+        products = self.probes * self.rows * 4
+        fold = self.padded_window * (self.d_state * self.activation_size + self.rows * 4) + products
+        return max(fold, self.warps * products)
 
     @property
     def smem_bytes(self) -> int:

@@ -21,11 +21,13 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Boolean, Float32, Int32, Int64, Uint32
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_kernels.args import (
     CursorTensors,
+    GdnParameters,
+    GdnTensors,
     Mamba2Parameters,
     Mamba2Tensors,
     PoolTensors,
@@ -33,7 +35,7 @@ from cute_kernels.args import (
     StepTensors,
 )
 from cute_kernels.compile import compiled
-from cute_kernels.configs import LANES_PER_RECORD, SIZE_BYTES, THREADS, WARP, StepKey, Tile
+from cute_kernels.configs import LANES_PER_RECORD, SIZE_BYTES, THREADS, WARP, GdnOptions, StepKey, Tile
 from cute_kernels.dtypes import CUTLASS_DTYPE
 from cute_kernels.primitives.arithmetic import exp2, opaque, select
 from cute_kernels.primitives.bulk import bulk_init, bulk_load, bulk_wait
@@ -46,13 +48,15 @@ from cute_kernels.primitives.memory import (
     load_words_if,
     store_words_if,
 )
-from cute_kernels.primitives.reduce import broadcast, sum_lanes
+from cute_kernels.primitives.reduce import broadcast
 from cute_kernels.recurrences.base import Gate, Recurrence
+from cute_kernels.recurrences.gdn import Gdn
 from cute_kernels.recurrences.mamba2 import Mamba2
 from cute_kernels.replay.cursor import RowCursor, is_padding, load_force, load_slot
 from cute_kernels.replay.decay import decay_to_end
+from cute_kernels.replay.delta import columns, correction, dot, store_key
 from cute_kernels.replay.fold import FoldStage, FoldStatics, fold_tile, stage_record
-from cute_kernels.replay.readout import OutputRows, add_weighted, read_tile, score, store_partial_sums
+from cute_kernels.replay.readout import ROW_LANES, OutputRows, add_weighted, read_tile, score, store_partial_sums
 from cute_kernels.replay.window import (
     LoadedRecord,
     Place,
@@ -70,6 +74,8 @@ TOKENS = 1
 
 def policy_of(key: StepKey) -> Recurrence:
     """The recurrence's policy for a key."""
+    if isinstance(key.options, GdnOptions):
+        return Gdn(key.options, key.activation_dtype)
     return Mamba2(key.options, key.activation_dtype)
 
 
@@ -78,20 +84,24 @@ def load_record(
 ) -> LoadedRecord:
     """This thread's part of the record that its 8 lanes share in the pass that starts at `first_record`.
 
-    The record behind the last committed one is the token itself, for a row that reads.
+    The record behind the last committed one is the token itself, for a row that reads, where it is an input.
     """
     policy, tile, size = policy_of(key), Tile.of(key), SIZE_BYTES[key.activation_dtype]
     record = first_record + place.thread // LANES_PER_RECORD
     lane8 = place.lane % LANES_PER_RECORD
-    is_token = (record == cursor.count) & (cursor.folds == 0)
+    inputs_too = not policy.value_needs_state
+    is_token = (record == cursor.count) & (cursor.folds == 0) if inputs_too else Boolean(False)
     valid = Int32((record < cursor.count) | is_token)
     physical = cursor.physical(record)
-    key_ring = address(pool.key, size, cursor.slot, place.group, physical)
-    key_token = address(policy.key(inputs), size, place.row, 0, place.group)
-    keys = load_key(select(is_token, key_token, key_ring), valid, lane8, tile)
-    value_ring = address(pool.value, size, cursor.slot, place.head, physical, place.first_row)
-    value_token = address(policy.value(inputs), size, place.row, 0, place.head, place.first_row)
-    values = load_values(select(is_token, value_token, value_ring), valid, lane8, tile)
+    key_ring = source = address(pool.key, size, cursor.slot, place.group, physical)
+    if inputs_too:
+        source = select(is_token, address(policy.key(inputs), size, place.row, 0, place.group), key_ring)
+    keys = load_key(source, valid, lane8, tile)
+    value_ring = source = address(pool.value, size, cursor.slot, place.head, physical, place.first_row)
+    if inputs_too:
+        value_token = address(policy.value(inputs), size, place.row, 0, place.head, place.first_row)
+        source = select(is_token, value_token, value_ring)
+    values = load_values(source, valid, lane8, tile)
     return LoadedRecord(keys, values, key_ring, value_ring)
 
 
@@ -130,8 +140,13 @@ def append_folded_record(
         max(tile.rows, key.d_state) * size,
         place.lane,
     )
+    append_folded_decay(pool, place, cursor, gate)
+
+
+def append_folded_decay(pool: PoolTensors, place: Place, cursor: RowCursor, gate: Gate) -> None:
+    """The decay record of a row that folds, by one thread of a head."""
     one_thread = Int32(place.thread == 2 * WARP) * Int32(place.first_row == 0)
-    decay_ring = address(pool.decay, 4, cursor.slot, place.head, physical)
+    decay_ring = address(pool.decay, 4, cursor.slot, place.head, cursor.physical(cursor.count))
     store_words_if(one_thread, decay_ring, [gate.record.bitcast(Uint32)])
 
 
@@ -173,11 +188,24 @@ class LaneRecords:
             store_words_if(mine, row, [token.bitcast(Uint32)])
 
 
-def load_query(inputs: Any, key: StepKey, place: Place) -> list[list[Uint32]]:
-    """This thread's vectors of the query as the readout multiplies them, packed."""
-    size = SIZE_BYTES[key.activation_dtype]
-    where = address(policy_of(key).query(inputs), size, place.row, 0, place.group)
-    return load_key(where, True, place.lane % LANES_PER_RECORD, Tile.of(key))
+def load_probes(inputs: Any, key: StepKey, place: Place) -> list[list[list[Uint32]]]:
+    """This thread's vectors of the query, and of the key where the state meets it too, packed."""
+    policy, size = policy_of(key), SIZE_BYTES[key.activation_dtype]
+    return [
+        load_key(address(tensor, size, place.row, 0, place.group), True, place.lane % LANES_PER_RECORD, Tile.of(key))
+        for tensor in (policy.query(inputs), policy.key(inputs))[: key.probes]
+    ]
+
+
+def unpacked_probes(loaded: list[list[list[Uint32]]], key: StepKey) -> list[list[list[Float32]]]:
+    """What `load_probes` loaded, as the state meets it."""
+    probes = [[unpack(words, key.activation_dtype) for words in vectors] for vectors in loaded]
+    if not policy_of(key).value_needs_state:
+        return probes
+    query, keys = ([x for vector in probe for x in vector] for probe in probes)
+    flat = policy_of(key).probes(query, keys, ROW_LANES)
+    size = len(probes[0][0])
+    return [[list(probe[i : i + size]) for i in range(0, len(probe), size)] for probe in flat]
 
 
 def write_output(
@@ -203,13 +231,13 @@ class TokenLoads:
 
     Args:
         token: what `Recurrence.load_token` loaded.
-        query: this thread's vectors of the query as the readout multiplies them, packed.
+        probes: this thread's vectors of the query, and of the key where the state meets it too, packed.
         outputs: the rows that this thread writes if the row only reads.
         epilogues: what `Recurrence.load_epilogue` loaded for each of them.
     """
 
     token: tuple[Any, ...]
-    query: list[list[Uint32]]
+    probes: list[list[list[Uint32]]]
     outputs: OutputRows
     epilogues: list[Any]
 
@@ -217,13 +245,13 @@ class TokenLoads:
     def start(cls, tensors: StepTensors, key: StepKey, place: Place) -> TokenLoads:
         policy, inputs = policy_of(key), tensors.inputs
         token = policy.load_token(inputs, tensors.parameters, place.row, place.head)
-        query = load_query(inputs, key, place)
+        probes = load_probes(inputs, key, place)
         outputs = OutputRows.of(Tile.of(key), place.lane, place.warp)
         epilogues = [
             policy.load_epilogue(inputs, place.row, place.head, place.first_row + row, inside)
             for row, inside in zip(outputs.rows, outputs.inside, strict=True)
         ]
-        return cls(token, query, outputs, epilogues)
+        return cls(token, probes, outputs, epilogues)
 
 
 @dataclass(frozen=True)
@@ -282,27 +310,62 @@ class Window:
 def read_row(tensors: StepTensors, key: StepKey, place: Place, loads: RowLoads, shared: Shared) -> None:
     """A row that only reads its checkpoint."""
     policy, tile, dtype = policy_of(key), Tile.of(key), key.activation_dtype
-    query = [unpack(words, dtype) for words in loads.early.query]
+    delta, outputs = policy.value_needs_state, loads.early.outputs
+    probes = unpacked_probes(loads.early.probes, key)
     gate = policy.gate(loads.early.token)
     epilogues = [policy.epilogue(loaded) for loaded in loads.early.epilogues]
     window = Window.of(key, place, loads, gate)
-    sums = [Float32(0.0)] * (-(-tile.value_vectors // LANES_PER_RECORD) * tile.value_vector)
+    sums = [[Float32(0.0)] * (-(-tile.value_vectors // LANES_PER_RECORD) * tile.value_vector) for _ in probes]
     for record, index, weight in window.passes(tensors, key, place, loads):
         is_token = index == loads.cursor.count
-        append_record(record, is_token, key, place)
-        factor = weight * score(record.key, query, dtype) + select(is_token, gate.skip, Float32(0.0))
-        sums = add_weighted(sums, record.values, factor, dtype)
-    store_partial_sums(sums, tile, shared.staging, place.lane, place.warp)
+        if not delta:
+            append_record(record, is_token, key, place)
+        for p, probe in enumerate(probes):
+            factor = weight * score(record.key, probe, dtype)
+            if not delta:
+                factor = factor + select(is_token, gate.skip, Float32(0.0))
+            sums[p] = add_weighted(sums[p], record.values, factor, dtype)
+    partial_bytes = tile.warps * tile.rows * 4
+    for p, of_probe in enumerate(sums):
+        store_partial_sums(of_probe, tile, shared.staging + p * partial_bytes, place.lane, place.warp)
     loads.lane_records.append(gate.record, place, loads.cursor)
+    own_score = append_key(tensors.pool, key, place, loads.cursor, probes) if delta else None
     cute.arch.barrier()
     bulk_wait(shared.barrier)
-    products = read_tile(tile, key.checkpoint_dtype, shared.state, query, place.lane, loads.early.outputs.first_row)
-    for i, product in enumerate(products):
-        row = loads.early.outputs.rows[i]
-        value = product * window.decay
-        for warp in range(tile.warps):
-            value = value + load_shared_floats(shared.staging + (warp * tile.rows + row) * 4, 1, 4)[0]
-        write_output(tensors.out, key, place, row, value, epilogues[i], loads.early.outputs.inside[i])
+    products = read_tile(tile, key.checkpoint_dtype, shared.state, probes, place.lane, outputs.first_row)
+    for i, row in enumerate(outputs.rows):
+        values = []
+        for p, of_probe in enumerate(products):
+            value = of_probe[i] * window.decay
+            for warp in range(tile.warps):
+                partial = shared.staging + p * partial_bytes + (warp * tile.rows + row) * 4
+                value = value + load_shared_floats(partial, 1, 4)[0]
+            values.append(value)
+        value = values[0]
+        if delta:
+            value, update = correction(values, epilogues[i], gate.strength, own_score)
+            append_value(tensors.pool, key, place, loads.cursor, row, update, outputs.inside[i])
+        write_output(tensors.out, key, place, row, value, epilogues[i], outputs.inside[i])
+
+
+def append_key(pool: PoolTensors, key: StepKey, place: Place, cursor: RowCursor, probes: list[list[list[Any]]]) -> Any:
+    """Write the key that the state met to the ring, by the first 8 lanes; returns its product with the query."""
+    tile, size = Tile.of(key), SIZE_BYTES[key.activation_dtype]
+    query, keys = ([x for vector in probe for x in vector] for probe in probes)
+    mine = Int32(place.thread < LANES_PER_RECORD) * leads_group(key, place)
+    where = address(pool.key, size, cursor.slot, place.group, cursor.physical(cursor.count))
+    start = where + place.lane % LANES_PER_RECORD * (tile.vector * size)
+    store_key(mine, start, keys, tile.vector, LANES_PER_RECORD * tile.vector, key.activation_dtype)
+    return dot(query, keys, ROW_LANES)
+
+
+def append_value(
+    pool: PoolTensors, key: StepKey, place: Place, cursor: RowCursor, local_row: Any, value: Any, inside: Any
+) -> None:
+    """Write one channel of the token's record to the ring."""
+    size, physical = SIZE_BYTES[key.activation_dtype], cursor.physical(cursor.count)
+    where = address(pool.value, size, cursor.slot, place.head, physical, place.first_row + local_row)
+    store_scalar_if(inside, where, value, key.activation_dtype)
 
 
 def fold_row(tensors: StepTensors, key: StepKey, place: Place, loads: RowLoads, shared: Shared) -> None:
@@ -314,13 +377,16 @@ def fold_row(tensors: StepTensors, key: StepKey, place: Place, loads: RowLoads, 
     stage = FoldStage.of(tile, shared.staging, place.thread)
     for record, index, weight in window.passes(tensors, key, place, loads):
         stage_record(stage, statics, index, place.lane % LANES_PER_RECORD, record, weight)
-    query, score_token = load_fold_query(tensors.inputs, key, place, stage)
+    probes, score_token = load_fold_probes(tensors, key, place, loads.cursor, stage)
     cute.arch.barrier()
     bulk_wait(shared.barrier)
     slot, head = loads.cursor.slot, place.head
     checkpoint = address(tensors.pool.checkpoint, SIZE_BYTES[key.checkpoint_dtype], slot, head, place.first_row)
-    fold_tile(stage, statics, shared.state, checkpoint, loads.cursor.count, window.decay, query)
-    append_folded_record(tensors.pool, tensors.inputs, key, place, loads.cursor, gate)
+    fold_tile(stage, statics, shared.state, checkpoint, loads.cursor.count, window.decay, probes)
+    if policy.value_needs_state:
+        append_folded_decay(tensors.pool, place, loads.cursor, gate)
+    else:
+        append_folded_record(tensors.pool, tensors.inputs, key, place, loads.cursor, gate)
     cute.arch.barrier()
     inside = Int32(place.thread < tile.rows)
     channel = place.first_row + place.thread
@@ -328,27 +394,44 @@ def fold_row(tensors: StepTensors, key: StepKey, place: Place, loads: RowLoads, 
     token_value = load_scalar_if(inside, value_at, key.activation_dtype)
     epilogue = policy.epilogue(policy.load_epilogue(tensors.inputs, place.row, head, channel, inside))
     local_row = select(inside != 0, place.thread, Int32(0))
-    product = load_shared_floats(stage.products + local_row * 4, 1, 4)[0]
-    own = policy.weight(gate.record) * score_token + gate.skip
-    value = product * exp2(gate.rate * gate.record) + own * token_value
+    products = [
+        load_shared_floats(stage.products + (p * tile.rows + local_row) * 4, 1, 4)[0] for p in range(tile.probes)
+    ]
+    if policy.value_needs_state:
+        decay = exp2(gate.rate * gate.record)
+        value, update = correction([x * decay for x in products], token_value, gate.strength, score_token)
+        append_value(tensors.pool, key, place, loads.cursor, place.thread, update, inside)
+    else:
+        own = policy.weight(gate.record) * score_token + gate.skip
+        value = products[0] * exp2(gate.rate * gate.record) + own * token_value
     write_output(tensors.out, key, place, place.thread, value, epilogue, inside)
 
 
-def load_fold_query(inputs: Any, key: StepKey, place: Place, stage: FoldStage) -> tuple[cute.Tensor, Float32]:
-    """This thread's columns of the query as the fold multiplies them, and the product of token's key and query."""
+def load_fold_probes(
+    tensors: StepTensors, key: StepKey, place: Place, cursor: RowCursor, stage: FoldStage
+) -> tuple[cute.Tensor, Float32]:
+    """This thread's columns of the probes as the fold multiplies them, and the product of token's key and query.
+
+    With a delta rule the key that the state meets is appended here, by the lanes of the tile's first row.
+    """
     policy, tile, size = policy_of(key), Tile.of(key), SIZE_BYTES[key.activation_dtype]
-    query_at = address(policy.query(inputs), size, place.row, 0, place.group)
-    token_at = address(policy.key(inputs), size, place.row, 0, place.group)
-    query = cute.make_rmem_tensor((tile.vector * tile.fold_chunks,), Float32)
-    score_token, vector_bytes = Float32(0.0), tile.vector * size
+    vector_bytes, lanes = tile.vector * size, tuple(1 << b for b in range(tile.fold_lanes.bit_length() - 1))
+    loaded: list[list[Any]] = [[], []]
+    starts = [
+        address(tensor, size, place.row, 0, place.group)
+        for tensor in (policy.query(tensors.inputs), policy.key(tensors.inputs))
+    ]
     for c in range(tile.fold_chunks):
         skip = (c * tile.fold_lanes + stage.column_lane) * vector_bytes
-        q = unpack(load_row_words(True, query_at + skip, vector_bytes // 4), key.activation_dtype)
-        k = unpack(load_row_words(True, token_at + skip, vector_bytes // 4), key.activation_dtype)
-        for e in range(tile.vector):
-            query[c * tile.vector + e] = q[e]
-            score_token = score_token + q[e] * k[e]
-    return query, sum_lanes(score_token, tuple(1 << b for b in range(tile.fold_lanes.bit_length() - 1)))
+        for probe, start in zip(loaded, starts, strict=True):
+            probe += unpack(load_row_words(True, start + skip, vector_bytes // 4), key.activation_dtype)
+    probes = policy.probes(loaded[0], loaded[1], lanes)
+    if policy.value_needs_state:
+        mine = Int32(place.thread < tile.fold_lanes) * leads_group(key, place)
+        where = address(tensors.pool.key, size, cursor.slot, place.group, cursor.physical(cursor.count))
+        start = where + stage.column_lane * vector_bytes
+        store_key(mine, start, probes[1], tile.vector, tile.fold_lanes * tile.vector, key.activation_dtype)
+    return columns(list(probes)[: tile.probes]), dot(*probes, lanes)
 
 
 @cute.kernel
@@ -434,8 +517,8 @@ def step_launch(
     pool: PoolTensors,
     cursors: CursorTensors,
     rows: RowTensors,
-    inputs: Mamba2Tensors,
-    parameters: Mamba2Parameters,
+    inputs: Mamba2Tensors | GdnTensors,
+    parameters: Mamba2Parameters | GdnParameters,
     out: cute.Tensor,
     pad_slot: Int32,
     key: cutlass.Constexpr,
@@ -494,15 +577,18 @@ def fake_arguments(key: StepKey) -> tuple[Any, ...]:
         cache_indices=tensor(index, (batch,), (1,), index.width // 8),
         force_fold=tensor(CUTLASS_DTYPE["uint8"], (batch,), (1,), 1) if key.rows.has_force_fold else None,
     )
-    dt_dtype = CUTLASS_DTYPE[options.dt_dtype]
-    inputs = Mamba2Tensors(
-        x=rows_of(activation, (hv, v), 16),
-        dt=rows_of(dt_dtype, (hv,), dt_dtype.width // 8),
-        B=rows_of(activation, (hk, k), 16),
-        C=rows_of(activation, (hk, k), 16),
-        z=rows_of(activation, (hv, v), 16) if options.has_z else None,
-    )
-    parameters = Mamba2Parameters(vector("float32"), vector(options.D_dtype), vector(options.dt_bias_dtype))
+
+    def scalars(dtype: str) -> Any:
+        return rows_of(CUTLASS_DTYPE[dtype], (hv,), CUTLASS_DTYPE[dtype].width // 8)
+
+    values, keys = (lambda: rows_of(activation, (hv, v), 16)), (lambda: rows_of(activation, (hk, k), 16))
+    if isinstance(options, GdnOptions):
+        inputs = GdnTensors(keys(), keys(), values(), scalars(options.a_dtype), scalars(options.b_dtype))
+        parameters = GdnParameters(vector("float32"), vector("float32"))
+    else:
+        z = values() if options.has_z else None
+        inputs = Mamba2Tensors(x=values(), dt=scalars(options.dt_dtype), B=keys(), C=keys(), z=z)
+        parameters = Mamba2Parameters(vector("float32"), vector(options.D_dtype), vector(options.dt_bias_dtype))
     out = rows_of(activation, (hv, v), 16)
     return pool, cursors, rows, inputs, parameters, out, Int32(-1), key, make_fake_stream(use_tvm_ffi_env_stream=True)
 

@@ -44,6 +44,7 @@ class GdnInputs(NamedTuple):
         dt_bias: [HV] float32.
         scale: factor of q, K ** -0.5 when None.
         l2norm_eps: epsilon under the root of the l2 norm of q and k; None when they come normalised.
+        round_beta: sigmoid(b) is rounded to the dtype of b, as engines do that compute it in that dtype.
     """
 
     q: Tensor
@@ -55,6 +56,7 @@ class GdnInputs(NamedTuple):
     dt_bias: Tensor
     scale: float | None = None
     l2norm_eps: float | None = 1e-6
+    round_beta: bool = False
 
 
 class KdaInputs(NamedTuple):

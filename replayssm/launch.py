@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,10 +11,10 @@ import torch
 from torch import Tensor
 
 from cute_kernels.arch import arch_of_capability
-from cute_kernels.configs import Mamba2Options, RowOptions, StepConfig
+from cute_kernels.configs import GdnOptions, Mamba2Options, Options, RowOptions, StepConfig
 from replayssm import checks
 from replayssm.cursors import Cursors
-from replayssm.inputs import Inputs, Mamba2Inputs
+from replayssm.inputs import GdnInputs, Inputs, Mamba2Inputs
 from replayssm.plan import dtype_name, plan_step
 from replayssm.pool import Pool
 
@@ -69,15 +70,27 @@ class Launch:
     cursor_array: Any
     parameter_array: Any
 
-    def serves(self, *parameters: Tensor | None) -> bool:
+    def serves(self, parameters: tuple[Tensor | None, ...]) -> bool:
         """Whether these are the parameters that were converted, in the memory where they were."""
-        A, D, dt_bias = self.parameters
-        return (
-            parameters[0] is A
-            and parameters[1] is D
-            and parameters[2] is dt_bias
-            and self.addresses == _addresses(parameters)
-        )
+        return all(map(operator.is_, parameters, self.parameters)) and self.addresses == _addresses(parameters)
+
+
+Split = tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...], tuple[Any, ...]]
+
+
+def _split_mamba2(inputs: Mamba2Inputs) -> Split:
+    x, dt, B, C, A, D, z, dt_bias, softplus = inputs
+    return (x, dt, B, C, z), (A, D, dt_bias), (x.shape, dt.dtype, z is None, softplus)
+
+
+def _split_gdn(inputs: GdnInputs) -> Split:
+    q, k, v, a, b, A_log, dt_bias, *settings = inputs
+    return (q, k, v, a, b), (A_log, dt_bias), (v.shape, a.dtype, b.dtype, *settings)
+
+
+# By type of inputs: their tensors with a row axis and their parameters, as the kernel takes them, and all else that a
+# launch depends on.
+SPLIT: dict[type, Callable[[Any], Split]] = {Mamba2Inputs: _split_mamba2, GdnInputs: _split_gdn}
 
 
 def cuda_step(
@@ -92,32 +105,33 @@ def cuda_step(
 ) -> Tensor:
     """Full checks and a plan when a signature is new; later calls rely on the launch's own checks."""
     try:
-        x, dt, B, C, A, D, z, dt_bias, softplus = inputs  # type: ignore[misc]
-        mask = _dtype_of(force_fold)
-        signature = (x.shape, dt.dtype, z is None, softplus, cache_indices.dtype, mask, launch_options, type(inputs))
+        tensors, parameters, facts = SPLIT[type(inputs)](inputs)
+        signature = (type(inputs), facts, cache_indices.dtype, _dtype_of(force_fold), launch_options)
         launch = pool.launches[signature]
-        if launch.cursors is not cursors or not launch.serves(A, D, dt_bias):
+        if launch.cursors is not cursors or not launch.serves(parameters):
             raise LookupError
     except (AttributeError, TypeError, ValueError, LookupError):
         # A new signature; or no signature could be read, and the checks refuse what was passed.
         checks.check_step(pool, cursors, inputs, cache_indices, out, force_fold)
-        inputs = _mamba2_decode(inputs)
-        if x.shape[0] == 0:  # nothing to launch
-            return torch.empty_like(x) if out is None else out
+        _check_decodes(inputs)
+        value = value_of(inputs)
+        if value.shape[0] == 0:  # nothing to launch
+            return torch.empty_like(value) if out is None else out
         launch = pool.launches[signature] = _make_launch(
-            pool, cursors, inputs, cache_indices, force_fold is not None, launch_options
+            pool, cursors, inputs, parameters, cache_indices, force_fold is not None, launch_options
         )
     if checks.DEBUG:
         checks.check_rows(cursors, cache_indices, pad_slot_id)
     if out is None:
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        value = value_of(inputs)
+        out = torch.empty(value.shape, dtype=value.dtype, device=value.device)
     rows = (cache_indices, None if force_fold is None else force_fold.view(torch.uint8))
     try:
         launch.kernel(
             launch.pool_array,
             launch.cursor_array,
             rows,
-            (x, dt, B, C, z),
+            tensors,
             launch.parameter_array,
             out,
             pad_slot_id,
@@ -132,38 +146,43 @@ def _addresses(parameters: tuple[Tensor | None, ...]) -> tuple[int, ...]:
     return tuple([0 if tensor is None else tensor.data_ptr() for tensor in parameters])
 
 
-def _mamba2_decode(inputs: Inputs) -> Mamba2Inputs:
-    """The inputs, if the CUDA kernels cover them."""
-    if not isinstance(inputs, Mamba2Inputs):
+def value_of(inputs: Any) -> Tensor:
+    """The tensor that has the output's shape and dtype."""
+    return inputs.x if isinstance(inputs, Mamba2Inputs) else inputs.v
+
+
+def _check_decodes(inputs: Inputs) -> None:
+    """Refuse what the CUDA kernels do not cover."""
+    name = "x" if isinstance(inputs, Mamba2Inputs) else "v"
+    if type(inputs) not in SPLIT:
         raise NotImplementedError(
-            f"inputs: CUDA kernels exist for Mamba2Inputs, got {type(inputs).__name__}; move the tensors to the CPU"
+            f"inputs: CUDA kernels exist for {', '.join(kind.__name__ for kind in SPLIT)}, got "
+            f"{type(inputs).__name__}; move the tensors to the CPU"
         )
-    if inputs.x.shape[1] != 1:
+    if (tokens := value_of(inputs).shape[1]) != 1:
         raise NotImplementedError(
-            f"inputs.x: CUDA kernels decode 1 token a row, got T = {inputs.x.shape[1]}; move the tensors to the CPU"
+            f"inputs.{name}: CUDA kernels decode 1 token a row, got T = {tokens}; move the tensors to the CPU"
         )
-    return inputs
+    if (rows := value_of(inputs).shape[0]) > MAX_ROWS:
+        raise NotImplementedError(f"inputs.{name}: a launch takes up to {MAX_ROWS} rows, got {rows}; split the batch")
 
 
 def _make_launch(
     pool: Pool,
     cursors: Cursors,
-    inputs: Mamba2Inputs,
+    inputs: Inputs,
+    parameters: tuple[Tensor | None, ...],
     cache_indices: Tensor,
     has_force_fold: bool,
     launch_options: tuple[bool, StepConfig | None],
 ) -> Launch:
-    if inputs.x.shape[0] > MAX_ROWS:
-        raise NotImplementedError(
-            f"inputs.x: a launch takes up to {MAX_ROWS} rows, got {inputs.x.shape[0]}; split the batch"
-        )
     pdl, config = launch_options
     plan = plan_step(
         pool.layer,
         pool.replay,
         options_of(inputs),
         arch=arch_of(pool.device),
-        batch=inputs.x.shape[0],
+        batch=value_of(inputs).shape[0],
         rows=RowOptions(dtype_name(cache_indices.dtype), has_force_fold, pdl),
         ring_layout=pool.ring_layout,
         config=config,
@@ -171,7 +190,6 @@ def _make_launch(
     kernel = kernel_modules()[0].kernel(plan.key, plan.arch)
     from tvm_ffi import convert
 
-    parameters = (inputs.A, inputs.D, inputs.dt_bias)
     return Launch(
         kernel,
         cursors,
@@ -183,8 +201,17 @@ def _make_launch(
     )
 
 
-def options_of(inputs: Mamba2Inputs) -> Mamba2Options:
-    """What a kernel must know of the inputs' optional tensors and dtypes."""
+def options_of(inputs: Inputs) -> Options:
+    """What a kernel must know of the inputs beside their tensors."""
+    if isinstance(inputs, GdnInputs):
+        return GdnOptions(
+            scale=inputs.q.shape[-1] ** -0.5 if inputs.scale is None else inputs.scale,
+            a_dtype=dtype_name(inputs.a.dtype),
+            b_dtype=dtype_name(inputs.b.dtype),
+            l2norm_eps=inputs.l2norm_eps,
+            round_beta=inputs.round_beta,
+        )
+    assert isinstance(inputs, Mamba2Inputs)
     return Mamba2Options(
         dt_dtype=dtype_name(inputs.dt.dtype),
         D_dtype=None if inputs.D is None else dtype_name(inputs.D.dtype),

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from cute_kernels.configs import Mamba2Options, RowOptions, StepConfig
+from cute_kernels.configs import Options, RowOptions, StepConfig
 from replayssm import checks, launch
 from replayssm.cursors import Cursors
 from replayssm.inputs import Inputs
@@ -155,7 +155,7 @@ def copy_slots(cursors: Cursors, source: Tensor, destination: Tensor, *, pools: 
 def warmup(
     layer: LayerSpec,
     replay: ReplaySpec,
-    options: Mamba2Options,
+    options: Options,
     *,
     arch: str,
     batches: Sequence[int] = (1, 256),

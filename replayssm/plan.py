@@ -14,7 +14,9 @@ import torch
 
 from cute_kernels.arch import ARCHES
 from cute_kernels.configs import (
+    GdnOptions,
     Mamba2Options,
+    Options,
     RingLayout,
     RowOptions,
     StepConfig,
@@ -26,6 +28,7 @@ from replayssm.spec import LayerSpec, ReplaySpec
 
 Source = Literal["explicit", "heuristic"]
 DEFAULT_ROWS = RowOptions()
+OPTIONS: dict[str, type] = {"mamba2": Mamba2Options, "gdn": GdnOptions}
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 def plan_step(
     layer: LayerSpec,
     replay: ReplaySpec,
-    options: Mamba2Options,
+    options: Options,
     *,
     arch: str,
     batch: int,
@@ -67,10 +70,13 @@ def plan_step(
     Raises:
         NotImplementedError: no kernel exists for this layer; the message names the limit.
     """
-    if layer.recurrence != "mamba2":
+    if layer.recurrence not in OPTIONS:
         raise NotImplementedError(
-            f"recurrence: CUDA kernels exist for 'mamba2', got {layer.recurrence!r}; move the tensors to the CPU"
+            f"recurrence: CUDA kernels exist for {', '.join(map(repr, OPTIONS))}, got {layer.recurrence!r}; move the "
+            "tensors to the CPU"
         )
+    if not isinstance(options, OPTIONS[layer.recurrence]):
+        raise TypeError(f"options: expected {OPTIONS[layer.recurrence].__name__}, got {type(options).__name__}")
     key = StepKey(
         num_v_heads=layer.num_v_heads,
         num_k_heads=layer.num_k_heads,

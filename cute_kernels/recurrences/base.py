@@ -17,15 +17,24 @@ class Gate:
         record: the token's decay record, as the ring keeps it.
         rate: base-2 log-decay of a record of 1.
         skip: weight of the token's own value in the output, beside the state.
+        strength: factor of the correction that a delta rule makes; None where there is none.
     """
 
     record: Float32
     rate: Float32
     skip: Float32
+    strength: Float32 | None = None
 
 
 class Recurrence(Protocol):
-    """A frozen, hashable policy; its methods are called while a kernel is traced."""
+    """A frozen, hashable policy; its methods are called while a kernel is traced.
+
+    `value_needs_state`: the token's record is not an input but what the state lacks (the delta rule), so the state is
+    multiplied by the key too.
+    """
+
+    @property
+    def value_needs_state(self) -> bool: ...
 
     def key(self, inputs: Any) -> cute.Tensor:
         """The keys of this step's tokens, [rows, T, HK, K]."""
@@ -35,6 +44,12 @@ class Recurrence(Protocol):
 
     def value(self, inputs: Any) -> cute.Tensor:
         """The tensor that the tokens' value records come from, [rows, T, HV, V]."""
+
+    def probes(self, query: list[Any], key: list[Any], lanes: tuple[int, ...]) -> tuple[list[Any], list[Any]]:
+        """The query and the key as the state meets them, from a thread's part of both.
+
+        `lanes` are the masks of the lanes that hold the other parts.
+        """
 
     def load_token(self, inputs: Any, parameters: Any, row: Any, head: Any) -> tuple[Any, ...]:
         """Loads of what the token's gate needs; nothing is computed, so that later loads are not held up."""
@@ -52,4 +67,4 @@ class Recurrence(Protocol):
         """What the epilogue computes from its loads alone, ahead of the output."""
 
     def finish(self, output: Any, epilogue: Any) -> Float32:
-        """The output of a channel after the layer's epilogue."""
+        """The output of a channel after the layer's epilogue; with a delta rule the epilogue is the value."""

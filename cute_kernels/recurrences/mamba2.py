@@ -21,6 +21,7 @@ class Mamba2:
 
     options: Mamba2Options
     activation_dtype: str
+    value_needs_state: bool = False
 
     def key(self, inputs: Mamba2Tensors) -> cute.Tensor:
         return inputs.B
@@ -30,6 +31,9 @@ class Mamba2:
 
     def value(self, inputs: Mamba2Tensors) -> cute.Tensor:
         return inputs.x
+
+    def probes(self, query: list[Any], key: list[Any], lanes: tuple[int, ...]) -> tuple[list[Any], list[Any]]:
+        return query, key
 
     def load_token(self, inputs: Mamba2Tensors, parameters: Mamba2Parameters, row: Any, head: Any) -> tuple[Any, ...]:
         options = self.options

@@ -41,7 +41,7 @@ class FoldStage:
 
     Args:
         keys, values: byte addresses in shared memory.
-        products: byte address of float [rows]; receives each new row's product with the query.
+        products: byte address of float [probes][rows]; receives each new row's product with each probe.
         column_lane: which of the row's `tile.fold_lanes` lanes this thread is.
         first_row: the first of this thread's rows; they are `tile.fold_rows` apart.
     """
@@ -114,7 +114,7 @@ def fold_tile(
     checkpoint: Int64,
     num_records: Int32,
     decay: Float32,
-    query: cute.Tensor,
+    probes: cute.Tensor,
 ):
     """Fold the staged records into the tile in shared memory and write the tile to the checkpoint.
 
@@ -123,7 +123,7 @@ def fold_tile(
         checkpoint: global address of the same tile.
         num_records: staged records; zeros follow, since the window is staged in whole passes.
         decay: product of the decays of all staged records.
-        query: this thread's columns of the query, in registers.
+        probes: this thread's columns of each probe, one after the other, in registers.
     """
     tile = statics.tile
     unroll = tile.fold_unroll
@@ -146,22 +146,25 @@ def fold_tile(
                 for i in cutlass.range_constexpr(tile.fold_block):
                     for e in cutlass.range_constexpr(columns):
                         sums[i * columns + e] = sums[i * columns + e] + weighted[i] * key[e]
-        dots = []
+        dots: list[list[Any]] = [[] for _ in range(tile.probes)]
         for i in cutlass.range_constexpr(tile.fold_block):
-            dot = Float32(0.0)
+            dot = [Float32(0.0)] * tile.probes
             for c in cutlass.range_constexpr(tile.fold_chunks):
                 part = [sums[i * columns + c * tile.vector + e] for e in range(tile.vector)]
                 where = checkpoint + Int64(offset)
                 skip = i * tile.fold_rows * row_bytes + c * tile.fold_lanes * 16
                 store_words(where, pack(part, statics.state_dtype), hint=EVICT_LAST, offset=skip)
                 for e in cutlass.range_constexpr(tile.vector):
-                    dot = dot + part[e] * query[c * tile.vector + e]
-            dots.append(dot)
-        store_products(stage, statics, dots, first_row)
+                    for p in cutlass.range_constexpr(tile.probes):
+                        dot[p] = dot[p] + part[e] * probes[p * columns + c * tile.vector + e]
+            for p in cutlass.range_constexpr(tile.probes):
+                dots[p].append(dot[p])
+        for p in cutlass.range_constexpr(tile.probes):
+            store_products(stage, statics, dots[p], first_row, p)
 
 
-def store_products(stage: FoldStage, statics: FoldStatics, dots: list[Any], first_row: Any) -> None:
-    """Sum the dots of this thread's rows over the row's lanes and write them to the stage's products."""
+def store_products(stage: FoldStage, statics: FoldStatics, dots: list[Any], first_row: Any, probe: int) -> None:
+    """Sum the dots of this thread's rows with a probe over the row's lanes and write them to the stage's products."""
     tile = statics.tile
     masks = tuple(1 << b for b in reversed(range(tile.fold_lanes.bit_length() - 1)))
     kept = transposing_sum(dots, stage.column_lane, masks)
@@ -169,4 +172,4 @@ def store_products(stage: FoldStage, statics: FoldStatics, dots: list[Any], firs
     for i, dot in enumerate(kept):
         inside = owner & (first + i < tile.fold_block)
         row = first_row + (first + i) * tile.fold_rows
-        store_shared_if(inside, stage.products + row * 4, [dot.bitcast(Int32)])
+        store_shared_if(inside, stage.products + row * 4 + probe * tile.rows * 4, [dot.bitcast(Int32)])

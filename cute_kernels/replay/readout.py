@@ -77,21 +77,24 @@ class OutputRows:
         return cls(first_row, rows, inside)
 
 
-def read_tile(tile: Tile, dtype: str, state: Any, query: list[list[Any]], lane: Any, first_row: Any) -> list[Float32]:
-    """Products of the tile's rows with the query: those of `OutputRows.rows`, in order.
+def read_tile(
+    tile: Tile, dtype: str, state: Any, probes: list[list[list[Any]]], lane: Any, first_row: Any
+) -> list[list[Float32]]:
+    """Products of the tile's rows with each probe: those of `OutputRows.rows`, in order.
 
     Args:
         state: shared address of the tile.
-        query: this lane's vectors of the query, as `load_key` places them.
+        probes: this lane's vectors of each probe, as `load_key` places them.
         first_row: `OutputRows.first_row`.
     """
     row_bytes = tile.d_state * tile.state_size
     base = state + first_row * row_bytes + lane % LANES_PER_RECORD * 16
-    sums = []
+    sums: list[list[Any]] = [[] for _ in probes]
     for i in range(tile.rows // tile.readout_rows):
-        product = Float32(0.0)
+        products = [Float32(0.0) for _ in probes]
         for c in range(tile.key_chunks):
             words = load_shared(base, 4, offset=i * tile.readout_rows * row_bytes + c * LANES_PER_RECORD * 16)
-            product = add_products(product, words, query[c], dtype)
-        sums.append(product)
-    return transposing_sum(sums, lane, ROW_LANES)
+            products = [add_products(x, words, probe[c], dtype) for x, probe in zip(products, probes, strict=True)]
+        for of_probe, product in zip(sums, products, strict=True):
+            of_probe.append(product)
+    return [transposing_sum(of_probe, lane, ROW_LANES) for of_probe in sums]

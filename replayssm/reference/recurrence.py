@@ -133,13 +133,16 @@ def tokens(inputs: Inputs, dtype: torch.dtype) -> Tokens:
         log_decay, beta = gdn_log_decay(inputs.a.to(dtype), A_log, dt_bias)[..., None], inputs.b
     else:
         log_decay, beta = kda_log_decay(inputs.g.to(dtype), A_log, dt_bias, inputs.lower_bound), inputs.beta
+    strength = torch.sigmoid(beta.to(dtype))
+    if isinstance(inputs, GdnInputs) and inputs.round_beta:
+        strength = strength.to(beta.dtype).to(dtype)
     scale = inputs.q.shape[-1] ** -0.5 if inputs.scale is None else inputs.scale
     return Tokens(
         query=l2norm(inputs.q.to(dtype), inputs.l2norm_eps) * scale,
         key=l2norm(inputs.k.to(dtype), inputs.l2norm_eps),
         value=inputs.v.to(dtype),
         log_decay=log_decay,
-        strength=torch.sigmoid(beta.to(dtype)),
+        strength=strength,
         delta_rule=True,
     )
 
