@@ -295,6 +295,32 @@ def run(p: Product, change=str, mode: str = "early", seed: int = 0) -> np.ndarra
     return got[lane].astype(np.float64) - d
 
 
+NARROW = Product("f8f6f4", "e4m3", "e5m2", k=128)
+NVFP4 = Product("mxf4nvf4", "e2m1", "e2m1", k=256, scale="ue4m3")
+PRODUCTS = (
+    Product(),
+    Product(swizzle=64, a="bf16", b="bf16", n=24),
+    Product(swizzle=32, m=64, n=8),
+    Product(swizzle=16, n=256, k=32),
+    Product(transposed=True, n=64),
+    Product(transposed=True, swizzle=16, n=64),
+    Product(transposed=True, swizzle=64, n=64, k=32),
+    Product(in_tensor=True, k=128),
+    Product(by_threads=True),
+    Product(to="f16", negate=True),
+    Product(halvings=1),
+    Product(disabled=0xF0F0 << 64 | 0xFFFF),
+    Product("tf32", "tf32", "tf32", k=64),
+    Product("tf32", "tf32", "tf32", in_tensor=True, k=32),
+    NARROW,
+    Product("f8f6f4", "e2m1", "e3m2", swizzle=64),
+    Product("mxf8f6f4", "e4m3", "e2m1", k=256, scale="ue8m0", n=40),
+    Product("mxf4", "e2m1", "e2m1", k=256, scale="ue8m0", n=136),
+    NVFP4,
+    replace(NVFP4, n=48, k=128, swizzle=64),
+)  # fmt: skip
+
+
 @pytest.mark.parametrize("product", PRODUCTS, ids=lambda p: p.id)
 def test_a_product_is_exact(product: Product) -> None:
     for mode, seed in (("early", 0), ("late", 1)):
