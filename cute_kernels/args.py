@@ -9,7 +9,7 @@ import cutlass.cute as cute
 
 @dataclass(frozen=True)
 class PoolTensors:
-    """checkpoint [slots, HV, V, K]; value [slots, HV, R, V]; key [slots, HK, R, K]; decay [slots, HV, R]."""
+    """checkpoint [slots, HV, V, K]; value [slots, HV, R, V]; key [slots, HK, R, K]; decay [slots, HV, R] or [.., K]."""
 
     checkpoint: cute.Tensor
     value: cute.Tensor
@@ -73,12 +73,35 @@ class GdnParameters:
 
 
 @dataclass(frozen=True)
+class KdaTensors:
+    """q, k [rows, 1, HK, K]; v [rows, 1, HV, V]; g [rows, 1, HV, K]; beta [rows, 1, HV]."""
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    g: cute.Tensor
+    beta: cute.Tensor
+
+
+@dataclass(frozen=True)
+class KdaParameters:
+    """A_log [HV] and dt_bias [HV, K], float32."""
+
+    A_log: cute.Tensor
+    dt_bias: cute.Tensor
+
+
+InputTensors = Mamba2Tensors | GdnTensors | KdaTensors
+ParameterTensors = Mamba2Parameters | GdnParameters | KdaParameters
+
+
+@dataclass(frozen=True)
 class StepTensors:
     """All tensors of a step; `out` is [rows, 1, HV, V]."""
 
     pool: PoolTensors
     cursors: CursorTensors
     rows: RowTensors
-    inputs: Mamba2Tensors | GdnTensors
-    parameters: Mamba2Parameters | GdnParameters
+    inputs: InputTensors
+    parameters: ParameterTensors
     out: cute.Tensor

@@ -56,7 +56,23 @@ class GdnOptions:
     round_beta: bool = False
 
 
-Options = Mamba2Options | GdnOptions
+@dataclass(frozen=True)
+class KdaOptions:
+    """What a Kimi Delta Attention step is given.
+
+    Args:
+        scale, l2norm_eps: as for `GdnOptions`.
+        lower_bound: of the log-decay, a negative number; None for the unbounded gate.
+    """
+
+    scale: float
+    g_dtype: str = "bfloat16"
+    beta_dtype: str = "bfloat16"
+    lower_bound: float | None = None
+    l2norm_eps: float | None = 1e-6
+
+
+Options = Mamba2Options | GdnOptions | KdaOptions
 
 
 @dataclass(frozen=True)
@@ -73,7 +89,7 @@ class StepKey:
     """Everything that one compiled step kernel depends on, beside the architecture.
 
     `ring_layout` is "record_major" or "head_major" where the axes within a slot are packed in that order, else
-    "strided".
+    "strided". `value_dtype` and `decay_dtype` are those of the rings; the former is the activations' when None.
     """
 
     num_v_heads: int
@@ -88,6 +104,13 @@ class StepKey:
     options: Options
     config: StepConfig
     rows: RowOptions = RowOptions()
+    value_dtype: str | None = None
+    decay_dtype: str = "float32"
+
+    @property
+    def record_dtype(self) -> str:
+        """The dtype of the value ring."""
+        return self.value_dtype or self.activation_dtype
 
     @property
     def probes(self) -> int:
@@ -109,7 +132,9 @@ class Tile:
     activation_size: int
     window: int
     fold_values: int
+    value_size: int
     probes: int = 1
+    channels: bool = False
 
     @classmethod
     def of(cls, key: StepKey) -> Tile:
@@ -120,7 +145,9 @@ class Tile:
             activation_size=SIZE_BYTES[key.activation_dtype],
             window=key.window,
             fold_values=key.config.fold_values,
+            value_size=SIZE_BYTES[key.record_dtype],
             probes=key.probes,
+            channels=isinstance(key.options, KdaOptions),
         )
 
     @property
@@ -153,7 +180,7 @@ class Tile:
     @property
     def value_vector(self) -> int:
         """Value elements of a 16-byte access."""
-        return 16 // self.activation_size
+        return 16 // self.value_size
 
     @property
     def value_vectors(self) -> int:
@@ -201,11 +228,26 @@ class Tile:
         return self.passes * self.records_per_pass
 
     @property
+    def key_size(self) -> int:
+        """Bytes of an element of a staged key, which is scaled where channels decay by themselves."""
+        return 4 if self.channels else self.activation_size
+
+    @property
+    def channel_bytes(self) -> int:
+        """Shared memory of the decays by channel (`replay.channels`), in which a fold also stages the scaled keys."""
+        return (self.padded_window + 2) * self.d_state * 4 if self.channels else 0
+
+    @property
+    def values_at(self) -> int:
+        """Where a fold's staged values begin."""
+        return self.channel_bytes or self.padded_window * self.d_state * self.key_size
+
+    @property
     def staging_bytes(self) -> int:
         """Shared memory beside the tile: the fold's records and products, or the readout's partial sums there."""
         products = self.probes * self.rows * 4
-        fold = self.padded_window * (self.d_state * self.activation_size + self.rows * 4) + products
-        return max(fold, self.warps * products)
+        fold = self.values_at + self.padded_window * self.rows * 4 + products
+        return max(fold, self.channel_bytes + self.warps * products)
 
     @property
     def smem_bytes(self) -> int:

@@ -15,27 +15,31 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, Uint32
+from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_kernels.args import (
     CursorTensors,
     GdnParameters,
     GdnTensors,
+    InputTensors,
+    KdaParameters,
+    KdaTensors,
     Mamba2Parameters,
     Mamba2Tensors,
+    ParameterTensors,
     PoolTensors,
     RowTensors,
     StepTensors,
 )
 from cute_kernels.compile import compiled
-from cute_kernels.configs import LANES_PER_RECORD, SIZE_BYTES, THREADS, WARP, GdnOptions, StepKey, Tile
+from cute_kernels.configs import LANES_PER_RECORD, SIZE_BYTES, THREADS, WARP, GdnOptions, KdaOptions, StepKey, Tile
 from cute_kernels.dtypes import CUTLASS_DTYPE
 from cute_kernels.primitives.arithmetic import exp2, opaque, select
 from cute_kernels.primitives.bulk import bulk_init, bulk_load, bulk_wait
@@ -43,169 +47,35 @@ from cute_kernels.primitives.convert import unpack
 from cute_kernels.primitives.memory import (
     EVICT_FIRST,
     EVICT_NORMAL,
-    STREAM,
     load_shared_floats,
-    load_words_if,
-    store_words_if,
 )
-from cute_kernels.primitives.reduce import broadcast
-from cute_kernels.recurrences.base import Gate, Recurrence
-from cute_kernels.recurrences.gdn import Gdn
-from cute_kernels.recurrences.mamba2 import Mamba2
+from cute_kernels.records import (
+    LaneRecords,
+    RowLoads,
+    TokenLoads,
+    Window,
+    append_folded_decay,
+    append_folded_record,
+    append_record,
+    leads_group,
+    policy_of,
+    stage_channels,
+    unpacked_probes,
+)
+from cute_kernels.replay.channels import decayed, fold_factors, scaled_key
 from cute_kernels.replay.cursor import RowCursor, is_padding, load_force, load_slot
-from cute_kernels.replay.decay import decay_to_end
 from cute_kernels.replay.delta import columns, correction, dot, store_key
 from cute_kernels.replay.fold import FoldStage, FoldStatics, fold_tile, stage_record
-from cute_kernels.replay.readout import ROW_LANES, OutputRows, add_weighted, read_tile, score, store_partial_sums
+from cute_kernels.replay.readout import ROW_LANES, add_weighted, read_tile, score, store_partial_sums
 from cute_kernels.replay.window import (
-    LoadedRecord,
     Place,
     address,
-    copy_row,
-    load_key,
     load_row_words,
     load_scalar_if,
-    load_values,
     store_scalar_if,
 )
 
 TOKENS = 1
-
-
-def policy_of(key: StepKey) -> Recurrence:
-    """The recurrence's policy for a key."""
-    if isinstance(key.options, GdnOptions):
-        return Gdn(key.options, key.activation_dtype)
-    return Mamba2(key.options, key.activation_dtype)
-
-
-def load_record(
-    pool: PoolTensors, inputs: Any, key: StepKey, place: Place, cursor: RowCursor, first_record: int
-) -> LoadedRecord:
-    """This thread's part of the record that its 8 lanes share in the pass that starts at `first_record`.
-
-    The record behind the last committed one is the token itself, for a row that reads, where it is an input.
-    """
-    policy, tile, size = policy_of(key), Tile.of(key), SIZE_BYTES[key.activation_dtype]
-    record = first_record + place.thread // LANES_PER_RECORD
-    lane8 = place.lane % LANES_PER_RECORD
-    inputs_too = not policy.value_needs_state
-    is_token = (record == cursor.count) & (cursor.folds == 0) if inputs_too else Boolean(False)
-    valid = Int32((record < cursor.count) | is_token)
-    physical = cursor.physical(record)
-    key_ring = source = address(pool.key, size, cursor.slot, place.group, physical)
-    if inputs_too:
-        source = select(is_token, address(policy.key(inputs), size, place.row, 0, place.group), key_ring)
-    keys = load_key(source, valid, lane8, tile)
-    value_ring = source = address(pool.value, size, cursor.slot, place.head, physical, place.first_row)
-    if inputs_too:
-        value_token = address(policy.value(inputs), size, place.row, 0, place.head, place.first_row)
-        source = select(is_token, value_token, value_ring)
-    values = load_values(source, valid, lane8, tile)
-    return LoadedRecord(keys, values, key_ring, value_ring)
-
-
-def leads_group(key: StepKey, place: Place) -> Int32:
-    """Whether this CTA is the one of its group that appends the key."""
-    return Int32(place.head % (key.num_v_heads // key.num_k_heads) == 0) * Int32(place.first_row == 0)
-
-
-def append_record(record: LoadedRecord, is_token: Any, key: StepKey, place: Place) -> None:
-    """Write the token's key and value behind the committed ones, by the lanes that hold them."""
-    mine = Int32(is_token)
-    stores_key = mine * leads_group(key, place)
-    record.store(place.lane % LANES_PER_RECORD, Tile.of(key), stores_key=stores_key, stores_values=mine)
-
-
-def append_folded_record(
-    pool: PoolTensors, inputs: Any, key: StepKey, place: Place, cursor: RowCursor, gate: Gate
-) -> None:
-    """The same for a row that folds, whose window does not hold the token: warp 0 the value, warp 1 the key."""
-    policy, tile, size = policy_of(key), Tile.of(key), SIZE_BYTES[key.activation_dtype]
-    physical = cursor.physical(cursor.count)
-    is_value = place.warp == 0
-    key_bytes = select(place.warp == 1, leads_group(key, place) * (key.d_state * size), Int32(0))
-    copy_row(
-        select(
-            is_value,
-            address(policy.value(inputs), size, place.row, 0, place.head, place.first_row),
-            address(policy.key(inputs), size, place.row, 0, place.group),
-        ),
-        select(
-            is_value,
-            address(pool.value, size, cursor.slot, place.head, physical, place.first_row),
-            address(pool.key, size, cursor.slot, place.group, physical),
-        ),
-        select(is_value, Int32(tile.rows * size), key_bytes),
-        max(tile.rows, key.d_state) * size,
-        place.lane,
-    )
-    append_folded_decay(pool, place, cursor, gate)
-
-
-def append_folded_decay(pool: PoolTensors, place: Place, cursor: RowCursor, gate: Gate) -> None:
-    """The decay record of a row that folds, by one thread of a head."""
-    one_thread = Int32(place.thread == 2 * WARP) * Int32(place.first_row == 0)
-    decay_ring = address(pool.decay, 4, cursor.slot, place.head, cursor.physical(cursor.count))
-    store_words_if(one_thread, decay_ring, [gate.record.bitcast(Uint32)])
-
-
-@dataclass(frozen=True)
-class LaneRecords:
-    """Decay records of the window: record lane + 32 w in word w of every warp.
-
-    Args:
-        indices: the logical record of each word.
-        addresses: its place in the ring.
-        words: its value, 0 where there is none.
-    """
-
-    indices: list[Int32]
-    addresses: list[Int64]
-    words: list[Float32]
-
-    @classmethod
-    def load(cls, pool: PoolTensors, key: StepKey, place: Place, cursor: RowCursor) -> LaneRecords:
-        indices = [place.lane + WARP * w for w in range(-(-key.window // WARP))]
-        rows = [address(pool.decay, 4, cursor.slot, place.head, cursor.physical(i)) for i in indices]
-        words = [
-            load_words_if(i < cursor.count, row, 1, cache=STREAM)[0].bitcast(Float32)
-            for i, row in zip(indices, rows, strict=True)
-        ]
-        return cls(indices, rows, words)
-
-    def with_token(self, token: Any, cursor: RowCursor) -> list[Float32]:
-        """The records that decay this step's window: for a row that reads, the token is the last of them."""
-        reads = cursor.folds == 0
-        return [
-            select((i == cursor.count) & reads, token, word) for i, word in zip(self.indices, self.words, strict=True)
-        ]
-
-    def append(self, token: Any, place: Place, cursor: RowCursor) -> None:
-        """Write the token's record behind the committed ones."""
-        for i, row in zip(self.indices, self.addresses, strict=True):
-            mine = Int32(i == cursor.count) * Int32(place.warp == 0) * Int32(place.first_row == 0)
-            store_words_if(mine, row, [token.bitcast(Uint32)])
-
-
-def load_probes(inputs: Any, key: StepKey, place: Place) -> list[list[list[Uint32]]]:
-    """This thread's vectors of the query, and of the key where the state meets it too, packed."""
-    policy, size = policy_of(key), SIZE_BYTES[key.activation_dtype]
-    return [
-        load_key(address(tensor, size, place.row, 0, place.group), True, place.lane % LANES_PER_RECORD, Tile.of(key))
-        for tensor in (policy.query(inputs), policy.key(inputs))[: key.probes]
-    ]
-
-
-def unpacked_probes(loaded: list[list[list[Uint32]]], key: StepKey) -> list[list[list[Float32]]]:
-    """What `load_probes` loaded, as the state meets it."""
-    probes = [[unpack(words, key.activation_dtype) for words in vectors] for vectors in loaded]
-    if not policy_of(key).value_needs_state:
-        return probes
-    query, keys = ([x for vector in probe for x in vector] for probe in probes)
-    flat = policy_of(key).probes(query, keys, ROW_LANES)
-    size = len(probes[0][0])
-    return [[list(probe[i : i + size]) for i in range(0, len(probe), size)] for probe in flat]
 
 
 def write_output(
@@ -225,88 +95,6 @@ class Shared:
     barrier: Any
 
 
-@dataclass(frozen=True)
-class TokenLoads:
-    """Loads that need neither slot nor cursor, under way while those are fetched.
-
-    Args:
-        token: what `Recurrence.load_token` loaded.
-        probes: this thread's vectors of the query, and of the key where the state meets it too, packed.
-        outputs: the rows that this thread writes if the row only reads.
-        epilogues: what `Recurrence.load_epilogue` loaded for each of them.
-    """
-
-    token: tuple[Any, ...]
-    probes: list[list[list[Uint32]]]
-    outputs: OutputRows
-    epilogues: list[Any]
-
-    @classmethod
-    def start(cls, tensors: StepTensors, key: StepKey, place: Place) -> TokenLoads:
-        policy, inputs = policy_of(key), tensors.inputs
-        token = policy.load_token(inputs, tensors.parameters, place.row, place.head)
-        probes = load_probes(inputs, key, place)
-        outputs = OutputRows.of(Tile.of(key), place.lane, place.warp)
-        epilogues = [
-            policy.load_epilogue(inputs, place.row, place.head, place.first_row + row, inside)
-            for row, inside in zip(outputs.rows, outputs.inside, strict=True)
-        ]
-        return cls(token, probes, outputs, epilogues)
-
-
-@dataclass(frozen=True)
-class RowLoads:
-    """What a CTA has loaded, or is loading, before it computes.
-
-    Args:
-        cursor: the row's cursor.
-        early: the loads that did not wait for it.
-        lane_records: decay records of the window.
-        first: this thread's part of the first pass of records.
-    """
-
-    cursor: RowCursor
-    early: TokenLoads
-    lane_records: LaneRecords
-    first: LoadedRecord
-
-    @classmethod
-    def start(cls, tensors: StepTensors, key: StepKey, place: Place, cursor: RowCursor, early: TokenLoads) -> RowLoads:
-        lane_records = LaneRecords.load(tensors.pool, key, place, cursor)
-        first = load_record(tensors.pool, tensors.inputs, key, place, cursor, 0)
-        return cls(cursor, early, lane_records, first)
-
-
-@dataclass(frozen=True)
-class Window:
-    """A row's window with its decay.
-
-    Args:
-        weights: weight of record lane + 32 w in word w: its decay to the end of the window times its own factor.
-        decay: product of the decays of the window.
-    """
-
-    weights: list[Float32]
-    decay: Float32
-
-    @classmethod
-    def of(cls, key: StepKey, place: Place, loads: RowLoads, gate: Gate) -> Window:
-        policy = policy_of(key)
-        records = loads.lane_records.with_token(gate.record, loads.cursor)
-        factors, decay = decay_to_end([gate.rate * r for r in records], place.lane, key.window)
-        return cls([policy.weight(r) * f for r, f in zip(records, factors, strict=True)], decay)
-
-    def passes(self, tensors: StepTensors, key: StepKey, place: Place, loads: RowLoads) -> Iterator[Any]:
-        """Yield (this thread's record of the pass, its logical index, its weight) for each pass over the window."""
-        for first in range(0, key.window, Tile.of(key).records_per_pass):
-            record = loads.first
-            if first > 0:
-                record = load_record(tensors.pool, tensors.inputs, key, place, loads.cursor, first)
-            lane = first % WARP + place.thread // LANES_PER_RECORD
-            index = first + place.thread // LANES_PER_RECORD
-            yield record, index, broadcast(self.weights[first // WARP], lane)
-
-
 def read_row(tensors: StepTensors, key: StepKey, place: Place, loads: RowLoads, shared: Shared) -> None:
     """A row that only reads its checkpoint."""
     policy, tile, dtype = policy_of(key), Tile.of(key), key.activation_dtype
@@ -320,16 +108,22 @@ def read_row(tensors: StepTensors, key: StepKey, place: Place, loads: RowLoads, 
         is_token = index == loads.cursor.count
         if not delta:
             append_record(record, is_token, key, place)
+        keys, key_dtype = record.key, dtype
+        if policy.decays_per_channel:
+            keys, key_dtype = scaled_key(tile, record.key, dtype, shared.staging, index, place), "float32"
         for p, probe in enumerate(probes):
-            factor = weight * score(record.key, probe, dtype)
+            factor = weight * score(keys, probe, key_dtype)
             if not delta:
                 factor = factor + select(is_token, gate.skip, Float32(0.0))
-            sums[p] = add_weighted(sums[p], record.values, factor, dtype)
-    partial_bytes = tile.warps * tile.rows * 4
+            sums[p] = add_weighted(sums[p], record.values, factor, key.record_dtype)
+    partials, partial_bytes = shared.staging + tile.channel_bytes, tile.warps * tile.rows * 4
     for p, of_probe in enumerate(sums):
-        store_partial_sums(of_probe, tile, shared.staging + p * partial_bytes, place.lane, place.warp)
-    loads.lane_records.append(gate.record, place, loads.cursor)
+        store_partial_sums(of_probe, tile, partials + p * partial_bytes, place.lane, place.warp)
+    if isinstance(loads.decays, LaneRecords):
+        loads.decays.append(gate.record, place, loads.cursor)
     own_score = append_key(tensors.pool, key, place, loads.cursor, probes) if delta else None
+    if policy.decays_per_channel:
+        probes = decayed(tile, probes, shared.staging, place)
     cute.arch.barrier()
     bulk_wait(shared.barrier)
     products = read_tile(tile, key.checkpoint_dtype, shared.state, probes, place.lane, outputs.first_row)
@@ -338,7 +132,7 @@ def read_row(tensors: StepTensors, key: StepKey, place: Place, loads: RowLoads, 
         for p, of_probe in enumerate(products):
             value = of_probe[i] * window.decay
             for warp in range(tile.warps):
-                partial = shared.staging + p * partial_bytes + (warp * tile.rows + row) * 4
+                partial = partials + p * partial_bytes + (warp * tile.rows + row) * 4
                 value = value + load_shared_floats(partial, 1, 4)[0]
             values.append(value)
         value = values[0]
@@ -363,9 +157,9 @@ def append_value(
     pool: PoolTensors, key: StepKey, place: Place, cursor: RowCursor, local_row: Any, value: Any, inside: Any
 ) -> None:
     """Write one channel of the token's record to the ring."""
-    size, physical = SIZE_BYTES[key.activation_dtype], cursor.physical(cursor.count)
+    size, physical = SIZE_BYTES[key.record_dtype], cursor.physical(cursor.count)
     where = address(pool.value, size, cursor.slot, place.head, physical, place.first_row + local_row)
-    store_scalar_if(inside, where, value, key.activation_dtype)
+    store_scalar_if(inside, where, value, key.record_dtype)
 
 
 def fold_row(tensors: StepTensors, key: StepKey, place: Place, loads: RowLoads, shared: Shared) -> None:
@@ -373,18 +167,25 @@ def fold_row(tensors: StepTensors, key: StepKey, place: Place, loads: RowLoads, 
     policy, tile, size = policy_of(key), Tile.of(key), SIZE_BYTES[key.activation_dtype]
     gate = policy.gate(tuple(None if x is None else opaque(x) for x in loads.early.token))
     window = Window.of(key, place, loads, gate)
-    statics = FoldStatics(tile, key.checkpoint_dtype, key.activation_dtype)
+    channels = policy.decays_per_channel
+    key_dtype = "float32" if channels else key.activation_dtype
+    statics = FoldStatics(tile, key.checkpoint_dtype, key_dtype, key.record_dtype)
     stage = FoldStage.of(tile, shared.staging, place.thread)
     for record, index, weight in window.passes(tensors, key, place, loads):
+        if channels:
+            keys = scaled_key(tile, record.key, key.activation_dtype, shared.staging, index, place)
+            record = dataclasses.replace(record, key=keys)
         stage_record(stage, statics, index, place.lane % LANES_PER_RECORD, record, weight)
     probes, score_token = load_fold_probes(tensors, key, place, loads.cursor, stage)
     cute.arch.barrier()
     bulk_wait(shared.barrier)
     slot, head = loads.cursor.slot, place.head
     checkpoint = address(tensors.pool.checkpoint, SIZE_BYTES[key.checkpoint_dtype], slot, head, place.first_row)
-    fold_tile(stage, statics, shared.state, checkpoint, loads.cursor.count, window.decay, probes)
+    decays = fold_factors(tile, shared.staging, tile.padded_window, stage.column_lane) if channels else [window.decay]
+    fold_tile(stage, statics, shared.state, checkpoint, loads.cursor.count, columns([decays]), probes)
     if policy.value_needs_state:
-        append_folded_decay(tensors.pool, place, loads.cursor, gate)
+        if not channels:
+            append_folded_decay(tensors.pool, place, loads.cursor, gate)
     else:
         append_folded_record(tensors.pool, tensors.inputs, key, place, loads.cursor, gate)
     cute.arch.barrier()
@@ -398,7 +199,7 @@ def fold_row(tensors: StepTensors, key: StepKey, place: Place, loads: RowLoads, 
         load_shared_floats(stage.products + (p * tile.rows + local_row) * 4, 1, 4)[0] for p in range(tile.probes)
     ]
     if policy.value_needs_state:
-        decay = exp2(gate.rate * gate.record)
+        decay = Float32(1.0) if channels else exp2(gate.rate * gate.record)
         value, update = correction([x * decay for x in products], token_value, gate.strength, score_token)
         append_value(tensors.pool, key, place, loads.cursor, place.thread, update, inside)
     else:
@@ -431,7 +232,11 @@ def load_fold_probes(
         where = address(tensors.pool.key, size, cursor.slot, place.group, cursor.physical(cursor.count))
         start = where + stage.column_lane * vector_bytes
         store_key(mine, start, probes[1], tile.vector, tile.fold_lanes * tile.vector, key.activation_dtype)
-    return columns(list(probes)[: tile.probes]), dot(*probes, lanes)
+    own_score = dot(*probes, lanes)
+    if policy.decays_per_channel:  # the token decays the state that the probes meet
+        token = fold_factors(tile, stage.keys, tile.padded_window + 1, stage.column_lane)
+        probes = tuple([x * f for x, f in zip(probe, token, strict=True)] for probe in probes)
+    return columns(list(probes)[: tile.probes]), own_score
 
 
 @cute.kernel
@@ -488,6 +293,9 @@ def step_kernel(tensors: StepTensors, pad_slot: Int32, key: cutlass.Constexpr):
         bulk_load(thread, shared.state, tile_at, shared.barrier, policy, tile.bytes)
         cute.arch.barrier()
         loads = RowLoads.start(tensors, key, place, cursor, early)
+        if cutlass.const_expr(tile.channels):
+            stage_channels(tensors, key, place, loads, shared.staging)
+            cute.arch.barrier()
         if cutlass.const_expr(key.rows.pdl):
             cute.arch.griddepcontrol_launch_dependents()
         if cursor.folds == 0:
@@ -517,8 +325,8 @@ def step_launch(
     pool: PoolTensors,
     cursors: CursorTensors,
     rows: RowTensors,
-    inputs: Mamba2Tensors | GdnTensors,
-    parameters: Mamba2Parameters | GdnParameters,
+    inputs: InputTensors,
+    parameters: ParameterTensors,
     out: cute.Tensor,
     pad_slot: Int32,
     key: cutlass.Constexpr,
@@ -564,13 +372,14 @@ def fake_arguments(key: StepKey) -> tuple[Any, ...]:
     def vector(dtype: str | None) -> Any:
         return None if dtype is None else tensor(CUTLASS_DTYPE[dtype], (hv,), (1,), CUTLASS_DTYPE[dtype].width // 8)
 
+    channels = isinstance(options, KdaOptions)
     int32, index = CUTLASS_DTYPE["int32"], CUTLASS_DTYPE[key.rows.index_dtype]
     state = CUTLASS_DTYPE[key.checkpoint_dtype]
     pool = PoolTensors(
         checkpoint=tensor(state, (slots, hv, v, k), (None, v * k, k, 1), 16),
-        value=ring(activation, hv, (v,), 16),
+        value=ring(CUTLASS_DTYPE[key.record_dtype], hv, (v,), 16),
         key=ring(activation, hk, (k,), 16),
-        decay=ring(CUTLASS_DTYPE["float32"], hv, (), 4),
+        decay=ring(CUTLASS_DTYPE[key.decay_dtype], hv, *(((k,), 16) if channels else ((), 4))),
     )
     cursors = CursorTensors(tensor(int32, (slots,), (1,), 4), tensor(int32, (slots,), (1,), 4))
     rows = RowTensors(
@@ -585,6 +394,10 @@ def fake_arguments(key: StepKey) -> tuple[Any, ...]:
     if isinstance(options, GdnOptions):
         inputs = GdnTensors(keys(), keys(), values(), scalars(options.a_dtype), scalars(options.b_dtype))
         parameters = GdnParameters(vector("float32"), vector("float32"))
+    elif isinstance(options, KdaOptions):
+        g_dtype = CUTLASS_DTYPE[options.g_dtype]
+        inputs = KdaTensors(keys(), keys(), values(), rows_of(g_dtype, (hv, k), 16), scalars(options.beta_dtype))
+        parameters = KdaParameters(vector("float32"), tensor(CUTLASS_DTYPE["float32"], (hv, k), (k, 1), 16))
     else:
         z = values() if options.has_z else None
         inputs = Mamba2Tensors(x=values(), dt=scalars(options.dt_dtype), B=keys(), C=keys(), z=z)

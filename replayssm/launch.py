@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from cute_kernels.arch import arch_of_capability
-from cute_kernels.configs import GdnOptions, Mamba2Options, Options, RowOptions, StepConfig
+from cute_kernels.configs import GdnOptions, KdaOptions, Mamba2Options, Options, RowOptions, StepConfig
 from replayssm import checks
 from replayssm.cursors import Cursors
-from replayssm.inputs import GdnInputs, Inputs, Mamba2Inputs
+from replayssm.inputs import GdnInputs, Inputs, KdaInputs, Mamba2Inputs
 from replayssm.plan import dtype_name, plan_step
 from replayssm.pool import Pool
 
@@ -88,9 +88,18 @@ def _split_gdn(inputs: GdnInputs) -> Split:
     return (q, k, v, a, b), (A_log, dt_bias), (v.shape, a.dtype, b.dtype, *settings)
 
 
+def _split_kda(inputs: KdaInputs) -> Split:
+    q, k, v, g, beta, A_log, dt_bias, *settings = inputs
+    return (q, k, v, g, beta), (A_log, dt_bias), (v.shape, g.dtype, beta.dtype, *settings)
+
+
 # By type of inputs: their tensors with a row axis and their parameters, as the kernel takes them, and all else that a
 # launch depends on.
-SPLIT: dict[type, Callable[[Any], Split]] = {Mamba2Inputs: _split_mamba2, GdnInputs: _split_gdn}
+SPLIT: dict[type, Callable[[Any], Split]] = {
+    Mamba2Inputs: _split_mamba2,
+    GdnInputs: _split_gdn,
+    KdaInputs: _split_kda,
+}
 
 
 def cuda_step(
@@ -203,6 +212,14 @@ def _make_launch(
 
 def options_of(inputs: Inputs) -> Options:
     """What a kernel must know of the inputs beside their tensors."""
+    if isinstance(inputs, KdaInputs):
+        return KdaOptions(
+            scale=inputs.q.shape[-1] ** -0.5 if inputs.scale is None else inputs.scale,
+            g_dtype=dtype_name(inputs.g.dtype),
+            beta_dtype=dtype_name(inputs.beta.dtype),
+            lower_bound=inputs.lower_bound,
+            l2norm_eps=inputs.l2norm_eps,
+        )
     if isinstance(inputs, GdnInputs):
         return GdnOptions(
             scale=inputs.q.shape[-1] ** -0.5 if inputs.scale is None else inputs.scale,

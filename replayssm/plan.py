@@ -15,6 +15,7 @@ import torch
 from cute_kernels.arch import ARCHES
 from cute_kernels.configs import (
     GdnOptions,
+    KdaOptions,
     Mamba2Options,
     Options,
     RingLayout,
@@ -28,7 +29,7 @@ from replayssm.spec import LayerSpec, ReplaySpec
 
 Source = Literal["explicit", "heuristic"]
 DEFAULT_ROWS = RowOptions()
-OPTIONS: dict[str, type] = {"mamba2": Mamba2Options, "gdn": GdnOptions}
+OPTIONS: dict[str, type] = {"mamba2": Mamba2Options, "gdn": GdnOptions, "kda": KdaOptions}
 
 
 @dataclass(frozen=True)
@@ -70,11 +71,6 @@ def plan_step(
     Raises:
         NotImplementedError: no kernel exists for this layer; the message names the limit.
     """
-    if layer.recurrence not in OPTIONS:
-        raise NotImplementedError(
-            f"recurrence: CUDA kernels exist for {', '.join(map(repr, OPTIONS))}, got {layer.recurrence!r}; move the "
-            "tensors to the CPU"
-        )
     if not isinstance(options, OPTIONS[layer.recurrence]):
         raise TypeError(f"options: expected {OPTIONS[layer.recurrence].__name__}, got {type(options).__name__}")
     key = StepKey(
@@ -90,6 +86,8 @@ def plan_step(
         options=options,
         config=config or StepConfig(),
         rows=rows,
+        value_dtype=None if replay.value_dtype is None else dtype_name(replay.value_dtype),
+        decay_dtype=dtype_name(replay.decay_dtype),
     )
     source: Source = "explicit"
     if config is None:

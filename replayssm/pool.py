@@ -3,9 +3,9 @@
 | field | shape | dtype | Mamba-2 | Gated DeltaNet | Kimi Delta Attention |
 |---|---|---|---|---|---|
 | checkpoint | [slots, HV, V, K] | checkpoint dtype | state | state | state |
-| value | [slots, HV, R, V] | activation dtype | x | u = beta (v - S k) | u |
+| value | [slots, HV, R, V] | activation dtype, or `value_dtype` | x | u = beta (v - S k) | u |
 | key | [slots, HK, R, K] | activation dtype | B | normalised k | normalised k |
-| decay | [slots, HV, R], KDA [slots, HV, R, K] | float32 | dt after bias and softplus | log-decay g | log-decay g |
+| decay | [slots, HV, R], KDA [slots, HV, R, K] | float32, KDA `decay_dtype` | dt after bias and softplus | log-decay g | log-decay g |
 
 R is `ReplaySpec.ring_capacity`. A ring may be head-major in memory (the order of its axes) or record-major
 (axis 2 before axis 1): the strides say which, and every path takes them as they come.
@@ -90,14 +90,22 @@ def _is_packed(tensor: Tensor) -> bool:
 
 
 def record_shapes(layer: LayerSpec, replay: ReplaySpec) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape (without the slot axis) and dtype of each tensor of a pool."""
+    """Shape (without the slot axis) and dtype of each tensor of a pool.
+
+    Raises:
+        NotImplementedError: the layer's records cannot have the dtypes asked for.
+    """
+    if replay.value_dtype not in (None, replay.activation_dtype) and layer.recurrence == "mamba2":
+        raise NotImplementedError(f"value_dtype: Mamba-2's value records are inputs, got {replay.value_dtype}")
+    if replay.decay_dtype != torch.float32 and not layer.decays_per_channel:
+        raise NotImplementedError(f"decay_dtype: one decay a head is kept in float32, got {replay.decay_dtype}")
     hv, hk, rows = layer.num_v_heads, layer.num_k_heads, replay.ring_capacity
     channels = (layer.d_state,) if layer.decays_per_channel else ()
     return {
         "checkpoint": ((hv, layer.head_dim, layer.d_state), replay.checkpoint_dtype),
-        "value": ((hv, rows, layer.head_dim), replay.activation_dtype),
+        "value": ((hv, rows, layer.head_dim), replay.value_dtype or replay.activation_dtype),
         "key": ((hk, rows, layer.d_state), replay.activation_dtype),
-        "decay": ((hv, rows, *channels), torch.float32),
+        "decay": ((hv, rows, *channels), replay.decay_dtype),
     }
 
 

@@ -11,6 +11,7 @@ Recurrence = Literal["mamba2", "gdn", "kda"]
 RECURRENCES: tuple[Recurrence, ...] = ("mamba2", "gdn", "kda")
 CHECKPOINT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ACTIVATION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DECAY_DTYPES = (torch.float32, torch.bfloat16)
 MAX_WINDOW = 64
 MAX_DRAFT = 16
 
@@ -74,6 +75,9 @@ class ReplaySpec:
         checkpoint_dtype: dtype of the state in memory: float32, bfloat16 or float16.
         activation_dtype: dtype of the activations and of the key and value records.
         ring_capacity: physical rows of a ring, at least `window + max_draft` (the default).
+        value_dtype: of the value records of GDN and KDA, which are computed: the activation dtype when None, or
+            float32, which keeps what rounding them to 16 bits would lose.
+        decay_dtype: of KDA's decay records: float32, or bfloat16, half as many bytes.
 
     Raises:
         ValueError: a number is out of range.
@@ -85,6 +89,8 @@ class ReplaySpec:
     checkpoint_dtype: torch.dtype = torch.float32
     activation_dtype: torch.dtype = torch.bfloat16
     ring_capacity: int = field(default=0)
+    value_dtype: torch.dtype | None = None
+    decay_dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
         for name in ("window", "max_draft", "ring_capacity"):
@@ -95,6 +101,10 @@ class ReplaySpec:
         for name, dtypes in (("checkpoint_dtype", CHECKPOINT_DTYPES), ("activation_dtype", ACTIVATION_DTYPES)):
             if getattr(self, name) not in dtypes:
                 raise NotImplementedError(f"{name}: supported are {dtypes}, got {getattr(self, name)}")
+        choices = {"value_dtype": (None, self.activation_dtype, torch.float32), "decay_dtype": DECAY_DTYPES}
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise NotImplementedError(f"{name}: supported are {allowed}, got {getattr(self, name)}")
         needed = self.window + self.max_draft
         if self.ring_capacity == 0:
             object.__setattr__(self, "ring_capacity", needed)

@@ -38,6 +38,11 @@ def softplus(x: Any) -> Float32:
     return select(large, x, cute.math.log1p(cute.math.exp(select(large, Float32(SOFTPLUS_THRESHOLD), x))))
 
 
+def sigmoid(x: Any) -> Float32:
+    """1 / (1 + e**-x); 0 far left, where e**-x overflows."""
+    return reciprocal(Float32(1.0) + exp2(x * Float32(-LOG2_E)))
+
+
 def silu(x: Any) -> Float32:
     """x * sigmoid(x); the sigmoid underflows to 0 far left, where the product is 0 too."""
     return x * reciprocal(Float32(1.0) + exp2(x * Float32(-LOG2_E)))

@@ -30,11 +30,15 @@ class Recurrence(Protocol):
     """A frozen, hashable policy; its methods are called while a kernel is traced.
 
     `value_needs_state`: the token's record is not an input but what the state lacks (the delta rule), so the state is
-    multiplied by the key too.
+    multiplied by the key too. `decays_per_channel`: each channel of K has a decay of its own, which `load_channel` and
+    `log_decay` give (`kda.Kda`); the gate's record and rate then mean nothing.
     """
 
     @property
     def value_needs_state(self) -> bool: ...
+
+    @property
+    def decays_per_channel(self) -> bool: ...
 
     def key(self, inputs: Any) -> cute.Tensor:
         """The keys of this step's tokens, [rows, T, HK, K]."""

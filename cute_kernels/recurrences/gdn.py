@@ -10,11 +10,27 @@ from cutlass import Float32
 
 from cute_kernels.args import GdnParameters, GdnTensors
 from cute_kernels.configs import SIZE_BYTES, GdnOptions
-from cute_kernels.primitives.arithmetic import LOG2_E, exp2, reciprocal, softplus
+from cute_kernels.primitives.arithmetic import LOG2_E, exp2, sigmoid, softplus
 from cute_kernels.primitives.convert import pack, unpack
 from cute_kernels.primitives.reduce import sum_lanes
 from cute_kernels.recurrences.base import Gate
 from cute_kernels.replay.window import address, load_scalar_if
+
+
+def normalised(
+    query: list[Any], key: list[Any], lanes: tuple[int, ...], scale: float, eps: float | None
+) -> tuple[list[Any], list[Any]]:
+    """A thread's parts of query and key, l2-normalised unless `eps` is None; the query scaled."""
+    if eps is None:
+        return [x * Float32(scale) for x in query], key
+    norms = []
+    for values in (query, key):
+        squares = Float32(0.0)
+        for x in values:
+            squares = squares + x * x
+        norms.append(cute.math.rsqrt(sum_lanes(squares, lanes) + Float32(eps)))
+    query_scale = norms[0] * Float32(scale)
+    return [x * query_scale for x in query], [x * norms[1] for x in key]
 
 
 @dataclass(frozen=True)
@@ -24,6 +40,7 @@ class Gdn:
     options: GdnOptions
     activation_dtype: str
     value_needs_state: bool = True
+    decays_per_channel: bool = False
 
     def key(self, inputs: GdnTensors) -> cute.Tensor:
         return inputs.k
@@ -36,17 +53,7 @@ class Gdn:
 
     def probes(self, query: list[Any], key: list[Any], lanes: tuple[int, ...]) -> tuple[list[Any], list[Any]]:
         """Both l2-normalised, the query scaled."""
-        scale, eps = Float32(self.options.scale), self.options.l2norm_eps
-        if eps is None:
-            return [x * scale for x in query], key
-        norms = []
-        for values in (query, key):
-            squares = Float32(0.0)
-            for x in values:
-                squares = squares + x * x
-            norms.append(cute.math.rsqrt(sum_lanes(squares, lanes) + Float32(eps)))
-        query_scale = norms[0] * scale
-        return [x * query_scale for x in query], [x * norms[1] for x in key]
+        return normalised(query, key, lanes, self.options.scale, self.options.l2norm_eps)
 
     def load_token(self, inputs: GdnTensors, parameters: GdnParameters, row: Any, head: Any) -> tuple[Any, ...]:
         def scalar(tensor: cute.Tensor, dtype: str, *index: Any) -> Float32:
@@ -62,7 +69,7 @@ class Gdn:
     def gate(self, loaded: tuple[Any, ...]) -> Gate:
         a, b, A_log, dt_bias = loaded
         log_decay = softplus(a + dt_bias) * -exp2(A_log * Float32(LOG2_E))
-        beta = reciprocal(Float32(1.0) + exp2(b * Float32(-LOG2_E)))
+        beta = sigmoid(b)
         if self.options.round_beta:
             beta = unpack(pack([beta], self.options.b_dtype), self.options.b_dtype)[0]
         return Gate(record=log_decay, rate=Float32(LOG2_E), skip=Float32(0.0), strength=beta)

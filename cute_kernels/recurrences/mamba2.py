@@ -22,6 +22,7 @@ class Mamba2:
     options: Mamba2Options
     activation_dtype: str
     value_needs_state: bool = False
+    decays_per_channel: bool = False
 
     def key(self, inputs: Mamba2Tensors) -> cute.Tensor:
         return inputs.B

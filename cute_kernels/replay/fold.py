@@ -29,15 +29,16 @@ class FoldStatics:
 
     tile: Tile
     state_dtype: str
-    activation_dtype: str
+    key_dtype: str
+    value_dtype: str
 
 
 @dataclass(frozen=True)
 class FoldStage:
     """Where the records of a fold lie in shared memory, and which of the tile a thread folds.
 
-    Keys are [record][K] in the activation dtype. Values, already weighted, are float [record][row % n][row // n] with
-    n = `tile.fold_rows`, so that the rows of one thread are consecutive.
+    Keys are [record][K] in the activation dtype, or float and scaled. Values, already weighted, are float
+    [record][row % n][row // n] with n = `tile.fold_rows`, so that the rows of one thread are consecutive.
 
     Args:
         keys, values: byte addresses in shared memory.
@@ -55,7 +56,7 @@ class FoldStage:
     @classmethod
     def of(cls, tile: Tile, staging: Any, thread: Any) -> FoldStage:
         """The stage of a thread of the CTA, with its records at shared address `staging`."""
-        values = staging + tile.padded_window * tile.d_state * tile.activation_size
+        values = staging + tile.values_at
         products = values + tile.padded_window * tile.rows * 4
         return cls(staging, values, products, thread % tile.fold_lanes, thread // tile.fold_lanes)
 
@@ -65,15 +66,15 @@ def stage_record(
 ) -> None:
     """Write one record, as the 8 lanes that share it have loaded it, with its values weighted."""
     tile = statics.tile
-    vector_bytes = tile.vector * tile.activation_size
-    where = stage.keys + record * (tile.d_state * tile.activation_size) + lane8 * vector_bytes
+    vector_bytes = tile.vector * tile.key_size
+    where = stage.keys + record * (tile.d_state * tile.key_size) + lane8 * vector_bytes
     for c, words in enumerate(loaded.key):
         for first in range(0, len(words), 4):
             store_shared(where, words[first : first + 4], offset=c * LANES_PER_RECORD * vector_bytes + 4 * first)
     record_values = stage.values + record * (tile.rows * 4)
     for c, words in enumerate(loaded.values):
         vector = c * LANES_PER_RECORD + lane8
-        for e, x in enumerate(unpack(words, statics.activation_dtype)):
+        for e, x in enumerate(unpack(words, statics.value_dtype)):
             row = vector * tile.value_vector + e
             place = (row % tile.fold_rows) * tile.fold_steps + row // tile.fold_rows
             word = (x * weight).bitcast(Int32)
@@ -83,14 +84,14 @@ def stage_record(
 def load_fold_key(stage: FoldStage, statics: FoldStatics, record: Any, ahead: int) -> list[Float32]:
     """This thread's columns of the key of record `record + ahead`."""
     tile = statics.tile
-    key_bytes, vector_bytes = tile.d_state * tile.activation_size, tile.vector * tile.activation_size
+    key_bytes, vector_bytes = tile.d_state * tile.key_size, tile.vector * tile.key_size
     where = stage.keys + record * key_bytes + stage.column_lane * vector_bytes
     words = []
     for c in range(tile.fold_chunks):
         for first in range(0, vector_bytes, 16):
             skip = ahead * key_bytes + c * tile.fold_lanes * vector_bytes + first
             words += load_shared(where, min(4, vector_bytes // 4), offset=skip)
-    return unpack(words, statics.activation_dtype)
+    return unpack(words, statics.key_dtype)
 
 
 def load_fold_values(stage: FoldStage, statics: FoldStatics, record: Any, ahead: int, block: Any) -> list[Float32]:
@@ -113,7 +114,7 @@ def fold_tile(
     state: Int32,
     checkpoint: Int64,
     num_records: Int32,
-    decay: Float32,
+    decays: cute.Tensor,
     probes: cute.Tensor,
 ):
     """Fold the staged records into the tile in shared memory and write the tile to the checkpoint.
@@ -122,7 +123,7 @@ def fold_tile(
         state: shared address of the tile [rows][K] as read from the checkpoint.
         checkpoint: global address of the same tile.
         num_records: staged records; zeros follow, since the window is staged in whole passes.
-        decay: product of the decays of all staged records.
+        decays: product of the decays of all staged records, one for all columns or one for each of this thread's.
         probes: this thread's columns of each probe, one after the other, in registers.
     """
     tile = statics.tile
@@ -138,6 +139,7 @@ def fold_tile(
                 skip = i * tile.fold_rows * row_bytes + c * tile.fold_lanes * 16
                 values = unpack(load_shared(state + offset, 4, offset=skip), statics.state_dtype)
                 for e in cutlass.range_constexpr(tile.vector):
+                    decay = decays[c * tile.vector + e if tile.channels else 0]
                     sums[i * columns + c * tile.vector + e] = values[e] * decay
         for group in cutlass.range((num_records + (unroll - 1)) // unroll, unroll=1):
             for u in cutlass.range_constexpr(unroll):

@@ -1,0 +1,276 @@
+"""What a CTA of the step loads and appends: the token, its cursor's window of records, and the token's own record."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from cutlass import Boolean, Float32, Int32, Int64, Uint32
+
+from cute_kernels.args import PoolTensors, StepTensors
+from cute_kernels.configs import LANES_PER_RECORD, SIZE_BYTES, WARP, GdnOptions, KdaOptions, StepKey, Tile
+from cute_kernels.primitives.arithmetic import select
+from cute_kernels.primitives.convert import unpack
+from cute_kernels.primitives.memory import STREAM, load_words_if, store_words_if
+from cute_kernels.primitives.reduce import broadcast
+from cute_kernels.recurrences.base import Gate, Recurrence
+from cute_kernels.recurrences.gdn import Gdn
+from cute_kernels.recurrences.kda import Kda
+from cute_kernels.recurrences.mamba2 import Mamba2
+from cute_kernels.replay.channels import ChannelRecords, own_channels
+from cute_kernels.replay.cursor import RowCursor
+from cute_kernels.replay.decay import decay_to_end
+from cute_kernels.replay.readout import ROW_LANES, OutputRows
+from cute_kernels.replay.window import LoadedRecord, Place, address, copy_row, load_key, load_values
+
+
+def policy_of(key: StepKey) -> Recurrence:
+    """The recurrence's policy for a key."""
+    if isinstance(key.options, GdnOptions):
+        return Gdn(key.options, key.activation_dtype)
+    if isinstance(key.options, KdaOptions):
+        return Kda(key.options, key.activation_dtype)
+    return Mamba2(key.options, key.activation_dtype)
+
+
+def load_record(
+    pool: PoolTensors, inputs: Any, key: StepKey, place: Place, cursor: RowCursor, first_record: int
+) -> LoadedRecord:
+    """This thread's part of the record that its 8 lanes share in the pass that starts at `first_record`.
+
+    The record behind the last committed one is the token itself, for a row that reads, where it is an input.
+    """
+    policy, tile, size = policy_of(key), Tile.of(key), SIZE_BYTES[key.activation_dtype]
+    record = first_record + place.thread // LANES_PER_RECORD
+    lane8 = place.lane % LANES_PER_RECORD
+    inputs_too = not policy.value_needs_state
+    is_token = (record == cursor.count) & (cursor.folds == 0) if inputs_too else Boolean(False)
+    valid = Int32((record < cursor.count) | is_token)
+    physical = cursor.physical(record)
+    key_ring = source = address(pool.key, size, cursor.slot, place.group, physical)
+    if inputs_too:
+        source = select(is_token, address(policy.key(inputs), size, place.row, 0, place.group), key_ring)
+    keys = load_key(source, valid, lane8, tile)
+    ring_size = SIZE_BYTES[key.record_dtype]
+    value_ring = source = address(pool.value, ring_size, cursor.slot, place.head, physical, place.first_row)
+    if inputs_too:
+        value_token = address(policy.value(inputs), size, place.row, 0, place.head, place.first_row)
+        source = select(is_token, value_token, value_ring)
+    values = load_values(source, valid, lane8, tile)
+    return LoadedRecord(keys, values, key_ring, value_ring)
+
+
+def leads_group(key: StepKey, place: Place) -> Int32:
+    """Whether this CTA is the one of its group that appends the key."""
+    return Int32(place.head % (key.num_v_heads // key.num_k_heads) == 0) * Int32(place.first_row == 0)
+
+
+def append_record(record: LoadedRecord, is_token: Any, key: StepKey, place: Place) -> None:
+    """Write the token's key and value behind the committed ones, by the lanes that hold them."""
+    mine = Int32(is_token)
+    stores_key = mine * leads_group(key, place)
+    record.store(place.lane % LANES_PER_RECORD, Tile.of(key), stores_key=stores_key, stores_values=mine)
+
+
+def append_folded_record(
+    pool: PoolTensors, inputs: Any, key: StepKey, place: Place, cursor: RowCursor, gate: Gate
+) -> None:
+    """The same for a row that folds, whose window does not hold the token: warp 0 the value, warp 1 the key."""
+    policy, tile, size = policy_of(key), Tile.of(key), SIZE_BYTES[key.activation_dtype]
+    physical = cursor.physical(cursor.count)
+    is_value = place.warp == 0
+    key_bytes = select(place.warp == 1, leads_group(key, place) * (key.d_state * size), Int32(0))
+    copy_row(
+        select(
+            is_value,
+            address(policy.value(inputs), size, place.row, 0, place.head, place.first_row),
+            address(policy.key(inputs), size, place.row, 0, place.group),
+        ),
+        select(
+            is_value,
+            address(pool.value, size, cursor.slot, place.head, physical, place.first_row),
+            address(pool.key, size, cursor.slot, place.group, physical),
+        ),
+        select(is_value, Int32(tile.rows * size), key_bytes),
+        max(tile.rows, key.d_state) * size,
+        place.lane,
+    )
+    append_folded_decay(pool, place, cursor, gate)
+
+
+def append_folded_decay(pool: PoolTensors, place: Place, cursor: RowCursor, gate: Gate) -> None:
+    """The decay record of a row that folds, by one thread of a head."""
+    one_thread = Int32(place.thread == 2 * WARP) * Int32(place.first_row == 0)
+    decay_ring = address(pool.decay, 4, cursor.slot, place.head, cursor.physical(cursor.count))
+    store_words_if(one_thread, decay_ring, [gate.record.bitcast(Uint32)])
+
+
+@dataclass(frozen=True)
+class LaneRecords:
+    """Decay records of the window: record lane + 32 w in word w of every warp.
+
+    Args:
+        indices: the logical record of each word.
+        addresses: its place in the ring.
+        words: its value, 0 where there is none.
+    """
+
+    indices: list[Int32]
+    addresses: list[Int64]
+    words: list[Float32]
+
+    @classmethod
+    def load(cls, pool: PoolTensors, key: StepKey, place: Place, cursor: RowCursor) -> LaneRecords:
+        indices = [place.lane + WARP * w for w in range(-(-key.window // WARP))]
+        rows = [address(pool.decay, 4, cursor.slot, place.head, cursor.physical(i)) for i in indices]
+        words = [
+            load_words_if(i < cursor.count, row, 1, cache=STREAM)[0].bitcast(Float32)
+            for i, row in zip(indices, rows, strict=True)
+        ]
+        return cls(indices, rows, words)
+
+    def with_token(self, token: Any, cursor: RowCursor) -> list[Float32]:
+        """The records that decay this step's window: for a row that reads, the token is the last of them."""
+        reads = cursor.folds == 0
+        return [
+            select((i == cursor.count) & reads, token, word) for i, word in zip(self.indices, self.words, strict=True)
+        ]
+
+    def append(self, token: Any, place: Place, cursor: RowCursor) -> None:
+        """Write the token's record behind the committed ones."""
+        for i, row in zip(self.indices, self.addresses, strict=True):
+            mine = Int32(i == cursor.count) * Int32(place.warp == 0) * Int32(place.first_row == 0)
+            store_words_if(mine, row, [token.bitcast(Uint32)])
+
+
+def load_probes(inputs: Any, key: StepKey, place: Place) -> list[list[list[Uint32]]]:
+    """This thread's vectors of the query, and of the key where the state meets it too, packed."""
+    policy, size = policy_of(key), SIZE_BYTES[key.activation_dtype]
+    return [
+        load_key(address(tensor, size, place.row, 0, place.group), True, place.lane % LANES_PER_RECORD, Tile.of(key))
+        for tensor in (policy.query(inputs), policy.key(inputs))[: key.probes]
+    ]
+
+
+def unpacked_probes(loaded: list[list[list[Uint32]]], key: StepKey) -> list[list[list[Float32]]]:
+    """What `load_probes` loaded, as the state meets it."""
+    probes = [[unpack(words, key.activation_dtype) for words in vectors] for vectors in loaded]
+    if not policy_of(key).value_needs_state:
+        return probes
+    query, keys = ([x for vector in probe for x in vector] for probe in probes)
+    flat = policy_of(key).probes(query, keys, ROW_LANES)
+    size = len(probes[0][0])
+    return [[list(probe[i : i + size]) for i in range(0, len(probe), size)] for probe in flat]
+
+
+@dataclass(frozen=True)
+class TokenLoads:
+    """Loads that need neither slot nor cursor, under way while those are fetched.
+
+    Args:
+        token: what `Recurrence.load_token` loaded.
+        probes: this thread's vectors of the query, and of the key where the state meets it too, packed.
+        outputs: the rows that this thread writes if the row only reads.
+        epilogues: what `Recurrence.load_epilogue` loaded for each of them.
+        channels: for each channel of K that this thread has, what its decay needs; empty where one decay is all.
+    """
+
+    token: tuple[Any, ...]
+    probes: list[list[list[Uint32]]]
+    outputs: OutputRows
+    epilogues: list[Any]
+    channels: list[Any]
+
+    @classmethod
+    def start(cls, tensors: StepTensors, key: StepKey, place: Place) -> TokenLoads:
+        policy = policy_of(key)
+        inputs: Any = tensors.inputs
+        parameters: Any = tensors.parameters
+        token = policy.load_token(inputs, parameters, place.row, place.head)
+        probes = load_probes(inputs, key, place)
+        outputs = OutputRows.of(Tile.of(key), place.lane, place.warp)
+        epilogues = [
+            policy.load_epilogue(inputs, place.row, place.head, place.first_row + row, inside)
+            for row, inside in zip(outputs.rows, outputs.inside, strict=True)
+        ]
+        channels = []
+        if isinstance(policy, Kda):
+            channels = [
+                policy.load_channel(inputs, parameters, place.row, place.head, channel, inside)
+                for channel, inside in own_channels(Tile.of(key), place.thread)
+            ]
+        return cls(token, probes, outputs, epilogues, channels)
+
+
+@dataclass(frozen=True)
+class RowLoads:
+    """What a CTA has loaded, or is loading, before it computes.
+
+    Args:
+        cursor: the row's cursor.
+        early: the loads that did not wait for it.
+        decays: decay records of the window, by lane or by channel.
+        first: this thread's part of the first pass of records.
+    """
+
+    cursor: RowCursor
+    early: TokenLoads
+    decays: LaneRecords | ChannelRecords
+    first: LoadedRecord
+
+    @classmethod
+    def start(cls, tensors: StepTensors, key: StepKey, place: Place, cursor: RowCursor, early: TokenLoads) -> RowLoads:
+        decays: LaneRecords | ChannelRecords
+        if policy_of(key).decays_per_channel:
+            decays = ChannelRecords.load(tensors.pool.decay, key.decay_dtype, Tile.of(key), place, cursor)
+        else:
+            decays = LaneRecords.load(tensors.pool, key, place, cursor)
+        first = load_record(tensors.pool, tensors.inputs, key, place, cursor, 0)
+        return cls(cursor, early, decays, first)
+
+
+@dataclass(frozen=True)
+class Window:
+    """A row's window with its decay.
+
+    Args:
+        weights: weight of record lane + 32 w in word w: its decay to the end of the window times its own factor.
+            Empty where the channels decay by themselves: then keys are scaled instead.
+        decay: product of the decays of the window.
+    """
+
+    weights: list[Float32]
+    decay: Float32
+
+    @classmethod
+    def of(cls, key: StepKey, place: Place, loads: RowLoads, gate: Gate) -> Window:
+        policy = policy_of(key)
+        if not isinstance(loads.decays, LaneRecords):
+            return cls([], Float32(1.0))
+        records = loads.decays.with_token(gate.record, loads.cursor)
+        factors, decay = decay_to_end([gate.rate * r for r in records], place.lane, key.window)
+        return cls([policy.weight(r) * f for r, f in zip(records, factors, strict=True)], decay)
+
+    def passes(self, tensors: StepTensors, key: StepKey, place: Place, loads: RowLoads) -> Iterator[Any]:
+        """Yield (this thread's record of the pass, its logical index, its weight) for each pass over the window."""
+        for first in range(0, key.window, Tile.of(key).records_per_pass):
+            record = loads.first
+            if first > 0:
+                record = load_record(tensors.pool, tensors.inputs, key, place, loads.cursor, first)
+            lane = first % WARP + place.thread // LANES_PER_RECORD
+            index = first + place.thread // LANES_PER_RECORD
+            weight = broadcast(self.weights[first // WARP], lane) if self.weights else Float32(1.0)
+            yield record, index, weight
+
+
+def stage_channels(tensors: StepTensors, key: StepKey, place: Place, loads: RowLoads, staging: Any) -> None:
+    """Stage the decays by channel, if this recurrence has them, and append the token's.
+
+    The caller must put a barrier between this and the first use.
+    """
+    policy, tile = policy_of(key), Tile.of(key)
+    if isinstance(policy, Kda) and isinstance(loads.decays, ChannelRecords):
+        decays = [policy.log_decay(channel, loads.early.token) for channel in loads.early.channels]
+        loads.decays.stage(tile, place, loads.cursor.folds == 0, decays, staging)
+        loads.decays.append(tensors.pool.decay, key.decay_dtype, tile, place, loads.cursor, decays)

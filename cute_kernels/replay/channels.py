@@ -1,0 +1,124 @@
+"""Decay of a window channel by channel: each thread has a channel of K, and stages what all threads then multiply by.
+
+In shared memory, float [rows][K]: row j is how much record j has decayed by the end of the window; two rows follow the
+padded window, the decay of the whole window and that of the token alone. Exponents are sums of log-decays, each 0 or
+less, taken from the last record back; none is a difference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32
+
+from cute_kernels.configs import LANES_PER_RECORD, THREADS, Tile
+from cute_kernels.primitives.arithmetic import LOG2_E, exp2, select
+from cute_kernels.primitives.convert import unpack
+from cute_kernels.primitives.memory import STREAM, load_shared_floats, store_shared_if
+from cute_kernels.replay.cursor import RowCursor
+from cute_kernels.replay.window import Place, address, load_scalar_if, store_scalar_if
+
+
+def own_channels(tile: Tile, thread: Any) -> list[tuple[Int32, Int32]]:
+    """(channel, whether it exists) for each that a thread has."""
+    channels = [thread + first for first in range(0, tile.d_state, THREADS)]
+    return [(channel, Int32(channel < tile.d_state)) for channel in channels]
+
+
+@dataclass(frozen=True)
+class ChannelRecords:
+    """Log-decays of this thread's channels: of each record of the window, 0 where there is none.
+
+    Args:
+        words: [channel][record].
+    """
+
+    words: list[list[Float32]]
+
+    @classmethod
+    def load(cls, ring: cute.Tensor, dtype: str, tile: Tile, place: Place, cursor: RowCursor) -> ChannelRecords:
+        size = 4 if dtype == "float32" else 2
+        rows = [address(ring, size, cursor.slot, place.head, cursor.physical(Int32(j))) for j in range(tile.window)]
+        return cls(
+            [
+                [
+                    load_scalar_if(Int32(j < cursor.count) * inside, row + channel * size, dtype, cache=STREAM)
+                    for j, row in enumerate(rows)
+                ]
+                for channel, inside in own_channels(tile, place.thread)
+            ]
+        )
+
+    def append(
+        self, ring: cute.Tensor, dtype: str, tile: Tile, place: Place, cursor: RowCursor, token: list[Any]
+    ) -> None:
+        """Write the token's log-decays behind the committed ones."""
+        size = 4 if dtype == "float32" else 2
+        row = address(ring, size, cursor.slot, place.head, cursor.physical(cursor.count))
+        for (channel, inside), decay in zip(own_channels(tile, place.thread), token, strict=True):
+            store_scalar_if(inside * Int32(place.first_row == 0), row + channel * size, decay, dtype)
+
+    def stage(self, tile: Tile, place: Place, reads: Any, token: list[Any], base: Any) -> None:
+        """Fill the rows in shared memory; the token decays the records of a row that reads."""
+        for (channel, inside), words, decay in zip(own_channels(tile, place.thread), self.words, token, strict=True):
+            where = base + channel * 4
+
+            def put(row: int, value: Any, where: Any = where, inside: Any = inside) -> None:
+                store_shared_if(inside, where + row * tile.d_state * 4, [value.bitcast(Int32)])
+
+            later = select(reads, decay, Float32(0.0))
+            for j in range(tile.padded_window - 1, -1, -1):
+                put(j, exp2(later * Float32(LOG2_E)))
+                if j < tile.window:
+                    later = later + words[j]
+            put(tile.padded_window, exp2(later * Float32(LOG2_E)))
+            put(tile.padded_window + 1, exp2(decay * Float32(LOG2_E)))
+
+
+def key_factors(tile: Tile, base: Any, row: Any, lane8: Any) -> list[Float32]:
+    """Of a row in shared memory, the channels of a key that one of the 8 lanes that share it has."""
+    where = base + row * (tile.d_state * 4) + lane8 * (tile.vector * 4)
+    return [
+        x
+        for c in range(tile.key_chunks)
+        for first in range(0, tile.vector, 4)
+        for x in load_shared_floats(where, 4, 16, offset=c * LANES_PER_RECORD * tile.vector * 4 + first * 4)
+    ]
+
+
+def fold_factors(tile: Tile, base: Any, row: int, column_lane: Any) -> list[Float32]:
+    """The same for the columns that a thread of a fold has."""
+    where = base + column_lane * (tile.vector * 4)
+    return [
+        x
+        for c in range(tile.fold_chunks)
+        for first in range(0, tile.vector, 4)
+        for x in load_shared_floats(
+            where, 4, 16, offset=row * tile.d_state * 4 + c * tile.fold_lanes * tile.vector * 4 + first * 4
+        )
+    ]
+
+
+def scaled_key(
+    tile: Tile, key: list[list[Any]], dtype: str, base: Any, record: Any, place: Place
+) -> list[list[Uint32]]:
+    """This thread's vectors of a record's key, each channel times its decay, as words of floats."""
+    factors = key_factors(tile, base, record, place.lane % LANES_PER_RECORD)
+    vectors = [unpack(words, dtype) for words in key]
+    return [[x.bitcast(Uint32) for x in vector] for vector in _times(vectors, factors)]
+
+
+def decayed(tile: Tile, probes: list[list[list[Any]]], base: Any, place: Place) -> list[list[list[Any]]]:
+    """The probes as the state at the start of the window meets them."""
+    factors = key_factors(tile, base, tile.padded_window, place.lane % LANES_PER_RECORD)
+    return [_times(probe, factors) for probe in probes]
+
+
+def _times(vectors: list[list[Any]], factors: list[Any]) -> list[list[Any]]:
+    size = len(vectors[0])
+    return [
+        [x * f for x, f in zip(vector, factors[i * size : (i + 1) * size], strict=True)]
+        for i, vector in enumerate(vectors)
+    ]
