@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
 from rich.console import Console
+from torch import Tensor
 
 import replayssm
 from cute_kernels.arch import ARCHES
-from cute_kernels.configs import Mamba2Options
-from replayssm.launch import arch_of
-from replayssm.plan import dtype_name
-from replayssm.spec import ReplaySpec
+from cute_kernels.configs import Options as KernelOptions
+from replayssm.launch import arch_of, options_of
+from replayssm.plan import OPTIONS
+from replayssm.spec import Recurrence, ReplaySpec
 from tuning.matrix import ALL_MODELS, BATCHES, DEFAULT_MODEL, Options, exit_code
 from tuning.matrix import plan as plan_matrix
 from tuning.measure import DEFAULT_ROUNDS, PROTOCOL
@@ -28,9 +29,13 @@ from tuning.report import markdown_table, plan_table, results_table
 from tuning.roofline import NOMINAL_H200
 from tuning.shapes import ModelShape, lookup, names
 from tuning.store import Record
+from tuning.workload import make_inputs
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _DTYPE = click.Choice(tuple(DTYPES))
+WITH_KERNELS = tuple(name for recurrence in OPTIONS for name in names(recurrence))
+# Options of `warmup` that only one recurrence has, by the name of their parameter.
+ONLY_FOR = {"parameter": ("--parameter", "mamba2"), "has_z": ("--z", "mamba2"), "round_beta": ("--round-beta", "gdn")}
 
 
 def _shapes(models: tuple[str, ...], tps: tuple[int, ...]) -> tuple[ModelShape, ...]:
@@ -56,7 +61,8 @@ def main() -> None:
 @main.command()
 @click.option("--model", "models", multiple=True, default=(DEFAULT_MODEL,), help="Model of the layer; repeatable.")
 @click.option("--tp", "tps", multiple=True, default=(1,), type=click.IntRange(min=1), help="Shards; repeatable.")
-@click.option("--all", "all_models", is_flag=True, help="Super at TP 1 to 8, Nano 4B and 30B, Ultra.")
+@click.option("--all", "all_models", is_flag=True, help="The released layers of one recurrence, instead of --model.")
+@click.option("--recurrence", type=click.Choice(tuple(ALL_MODELS)), help="With --all: which; mamba2 when left out.")
 @click.option("--batch", "batches", multiple=True, default=BATCHES, type=click.IntRange(1, 4096), help="Repeatable.")
 @click.option("--checkpoint", "checkpoints", multiple=True, default=tuple(DTYPES), type=_DTYPE, help="Repeatable.")
 @click.option("--activation", default="bf16", type=_DTYPE)
@@ -68,10 +74,21 @@ def main() -> None:
 @click.option("--first-call/--no-first-call", default=True, help="Time a cold and a cached first call (two processes).")
 @click.option("--dry-run", is_flag=True, help="Print the plan, with bytes and limits at an H200's nominal rates.")
 def bench(
-    models: tuple[str, ...], tps: tuple[int, ...], all_models: bool, json_path: Path | None, dry_run: bool, **rest: Any
+    models: tuple[str, ...],
+    tps: tuple[int, ...],
+    all_models: bool,
+    recurrence: Recurrence | None,
+    json_path: Path | None,
+    dry_run: bool,
+    **rest: Any,
 ) -> None:
     """Time the step of real layers against the bytes that they must move."""
-    shapes = tuple(lookup(model, tp=tp) for model, tp in ALL_MODELS) if all_models else _shapes(models, tps)
+    if all_models:
+        shapes = tuple(lookup(model, tp=tp) for model, tp in ALL_MODELS[recurrence or "mamba2"])
+    elif recurrence:
+        raise click.UsageError(f"--recurrence {recurrence}: add --all, whose list it chooses, or name a --model")
+    else:
+        shapes = _shapes(models, tps)
     options = Options(
         shapes=shapes,
         batches=tuple(sorted(set(rest["batches"]))),
@@ -102,28 +119,24 @@ def bench(
 
 
 @main.command()
-@click.option("--model", required=True, help="Model of the layer: " + ", ".join(names("mamba2")) + ".")
+@click.option("--model", required=True, help="Model of the layer: " + ", ".join(WITH_KERNELS) + ".")
 @click.option("--tp", default=1, type=click.IntRange(min=1), help="Devices that share the heads.")
 @click.option("--window", default=16, type=click.IntRange(1, 64))
 @click.option("--activation", default="bf16", type=_DTYPE)
 @click.option("--checkpoint", default="fp32", type=_DTYPE)
-@click.option("--dt", type=_DTYPE, help="Dtype of dt; the activations' when left out.")
-@click.option("--parameter", type=_DTYPE, help="Dtype of D and dt_bias; the activations' when left out.")
-@click.option("--z/--no-z", "has_z", default=False, help="The step gets the output gate z.")
+@click.option(
+    "--gates", "--dt", "gates", type=_DTYPE, help="Dtype of dt, a and b, or beta; the activations' when left out."
+)
+@click.option("--parameter", type=_DTYPE, help="Mamba-2: dtype of D and dt_bias; the activations' when left out.")
+@click.option("--z/--no-z", "has_z", default=False, help="Mamba-2: the step gets the output gate z.")
+@click.option("--round-beta", is_flag=True, help="GDN: beta is rounded to the dtype of b.")
 @click.option("--arch", type=click.Choice(tuple(ARCHES)), help="This machine's GPU when left out.")
-def warmup(model: str, tp: int, arch: str | None, has_z: bool, **rest: Any) -> None:
+def warmup(model: str, tp: int, arch: str | None, **rest: Any) -> None:
     """Compile the kernels of a model into the cache on disk, so that a first call only loads them."""
     (shape,) = _shapes((model,), (tp,))
     activation = DTYPES[rest["activation"]]
     replay = _spec(lambda: ReplaySpec(rest["window"], 1, DTYPES[rest["checkpoint"]], activation))
-    parameter = dtype_name(DTYPES.get(rest["parameter"], activation))
-    options = Mamba2Options(
-        dt_dtype=dtype_name(DTYPES.get(rest["dt"], activation)),
-        D_dtype=parameter,
-        has_z=has_z,
-        dt_bias_dtype=parameter,
-        dt_softplus=True,
-    )
+    options = _options(shape, activation, rest)
     arch = arch or _own_arch()
     plans = _spec(lambda: replayssm.warmup(shape.layer, replay, options, arch=arch, batches=BATCHES))
     for plan in plans:
@@ -136,6 +149,26 @@ def warmup(model: str, tp: int, arch: str | None, has_z: bool, **rest: Any) -> N
 def report(record: Path) -> None:
     """Print the steps of a benchmark's record as a Markdown table."""
     click.echo(markdown_table(json.loads(record.read_text())["entries"]))
+
+
+def _options(shape: ModelShape, activation: torch.dtype, given: Mapping[str, Any]) -> KernelOptions:
+    """What the kernel must know of the inputs: read from inputs without memory, as the command line wants them."""
+    recurrence = shape.layer.recurrence
+    if recurrence not in OPTIONS:
+        raise click.UsageError(f"--model: no kernels for {recurrence}; known are {', '.join(WITH_KERNELS)}")
+    for name, (option, owner) in ONLY_FOR.items():
+        if given[name] and recurrence != owner:
+            raise click.UsageError(f"{option}: only {owner} layers have it, {shape.name} is {recurrence}; leave it out")
+    inputs = make_inputs(shape, 1, dtype=activation, device="meta", has_z=given["has_z"])
+    gates = DTYPES.get(given["gates"], activation)
+    fields = inputs._asdict()
+    changed: dict[str, Any] = {n: t.to(gates) for n, t in fields.items() if isinstance(t, Tensor) and t.dim() == 3}
+    if recurrence == "mamba2":
+        parameter = DTYPES.get(given["parameter"], activation)
+        changed |= {name: fields[name].to(parameter) for name in ("D", "dt_bias")}
+    if given["round_beta"]:
+        changed["round_beta"] = True
+    return options_of(inputs._replace(**changed))
 
 
 def _own_arch() -> str:

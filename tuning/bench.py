@@ -194,7 +194,7 @@ class Bench:
         gates: dict[str, Callable[[], None]] = {}
         for case in cases:
             inputs = workload.make_inputs(
-                case.shape.layer,
+                case.shape,
                 case.rows,
                 dtype=case.replay.activation_dtype,
                 device=self._machine.device,
@@ -240,6 +240,11 @@ class Bench:
         if self._deadline.left_s < FIRST_CALL_S + SETTLE_S:
             self._record.add({**facts_of(subject), "status": "skipped", "reason": "time limit"})
             return
+        step = facts_of(group.batches[0][0])
+        for entry in self._record.entries:
+            if entry["status"] == "not supported" and step.items() <= entry.items():
+                self._record.add({**facts_of(subject), "status": "not supported", "reason": entry["reason"]})
+                return
         with tempfile.TemporaryDirectory(prefix="replayssm-cache-") as cache:
             for what in ("first_call_cold", "first_call_from_disk"):
                 other = replace(subject, what=what)

@@ -28,7 +28,7 @@ def first_call(shape: ModelShape, replay: ReplaySpec, rows: int) -> dict[str, fl
     device = torch.device("cuda", torch.cuda.current_device())
     arena = workload.Arena(workload.arena_bytes(shape.layer, (replay,), rows), device)
     (pool,) = workload.make_pools(arena, shape.layer, (replay,), rows, ring_layout="record_major")
-    inputs = workload.make_inputs(shape.layer, rows, dtype=replay.activation_dtype, device=device)
+    inputs = workload.make_inputs(shape, rows, dtype=replay.activation_dtype, device=device)
     work = workload.make_work(pool, [replay.window // 2] * rows, inputs)
     torch.cuda.synchronize()
     start = time.perf_counter()

@@ -6,7 +6,7 @@ For each layer, checkpoint dtype and batch:
 * flush: every row folds a full window, then decodes its token;
 * mixed: the rows stand evenly spread over the window, as in a server that has run for a while (from 32 rows on);
 * plain: window 1, so every step reads the state and writes it: what decoding without replay moves, by the same kernel;
-* nonflush_z: as nonflush, with the output gate (largest batch only);
+* nonflush_z: as nonflush, with the output gate (Mamba-2, largest batch only);
 * average: (15 nonflush + 1 flush) / 16 at a window of 16, derived, and how many times faster than plain that is;
 * read: as many bytes as nonflush moves, read by the probe: the floor at a small batch, where the launch weighs more
   than the bytes.
@@ -26,7 +26,7 @@ import torch
 
 from replayssm.plan import dtype_name
 from replayssm.pool import RingLayout
-from replayssm.spec import ReplaySpec
+from replayssm.spec import Recurrence, ReplaySpec
 from tuning.roofline import Rates, mean_live_records, step_traffic, window_average_us, window_steps
 from tuning.shapes import ModelShape
 
@@ -34,15 +34,21 @@ STEPS = ("nonflush", "flush", "mixed", "plain", "nonflush_z")
 BATCHES = (1, 8, 32, 64, 128, 256)
 MIXED_FROM_ROWS = 32
 DEFAULT_MODEL = "nemotron-3-super"
-ALL_MODELS: tuple[tuple[str, int], ...] = (
-    (DEFAULT_MODEL, 1),
-    (DEFAULT_MODEL, 2),
-    (DEFAULT_MODEL, 4),
-    (DEFAULT_MODEL, 8),
-    ("nemotron-3-nano-4b", 1),
-    ("nemotron-3-nano-30b", 1),
-    ("nemotron-3-ultra", 1),
-)
+# By recurrence, name and shards of what a full run times; models of one layer shape stand here once.
+ALL_MODELS: dict[Recurrence, tuple[tuple[str, int], ...]] = {
+    "mamba2": (
+        *((DEFAULT_MODEL, tp) for tp in (1, 2, 4, 8)),
+        ("nemotron-3-nano-4b", 1),
+        ("nemotron-3-nano-30b", 1),
+        ("nemotron-3-ultra", 1),
+    ),
+    "gdn": (
+        *(("qwen3.5-122b-a10b", tp) for tp in (1, 2, 4, 8)),
+        ("qwen3.5-27b", 1),
+        ("qwen3.5-4b", 1),  # and 35b-a3b
+    ),
+    "kda": (("glm-5.3-flash", 1), ("kimi-k3", 1), ("kimi-k3", 8), ("kimi-linear-48b-a3b", 1)),
+}
 
 
 @dataclass(frozen=True)
@@ -62,24 +68,33 @@ class Goal:
         )
 
 
-# H200, bf16 activations, window 16, Nemotron-3-Super: (checkpoint dtype, rows, what).
-GOALS: dict[tuple[str, int, str], Goal] = {
-    ("float32", 256, "nonflush"): Goal(us=252, ratio=1.02),
-    ("float32", 256, "flush"): Goal(us=560),
-    ("float32", 256, "average"): Goal(us=272, speedup=2.06),
-    ("bfloat16", 256, "nonflush"): Goal(us=135),
-    ("float16", 256, "nonflush"): Goal(us=135),
-    ("float32", 1, "nonflush"): Goal(us=6.5),
-    ("float32", 8, "nonflush"): Goal(us=13.5),
-    ("float32", 32, "nonflush"): Goal(us=36),
-    ("bfloat16", 1, "nonflush"): Goal(us=6.2),
-    ("bfloat16", 8, "nonflush"): Goal(us=10.2),
-    ("bfloat16", 32, "nonflush"): Goal(us=22.5),
-    ("float32", 1, "host"): Goal(us=10),
-    ("bfloat16", 1, "host"): Goal(us=10),
-    ("float16", 1, "host"): Goal(us=10),
-    ("float32", 8, "first_call_cold"): Goal(us=1e6),
-    ("float32", 8, "first_call_from_disk"): Goal(us=5e4),
+# H200, bf16 activations, window 16: (layer, checkpoint dtype, rows, what).
+GOALS: dict[tuple[str, str, int, str], Goal] = {
+    (DEFAULT_MODEL, "float32", 256, "nonflush"): Goal(us=252, ratio=1.02),
+    (DEFAULT_MODEL, "float32", 256, "flush"): Goal(us=560),
+    (DEFAULT_MODEL, "float32", 256, "average"): Goal(us=272, speedup=2.06),
+    (DEFAULT_MODEL, "bfloat16", 256, "nonflush"): Goal(us=135),
+    (DEFAULT_MODEL, "float16", 256, "nonflush"): Goal(us=135),
+    (DEFAULT_MODEL, "float32", 1, "nonflush"): Goal(us=6.5),
+    (DEFAULT_MODEL, "float32", 8, "nonflush"): Goal(us=13.5),
+    (DEFAULT_MODEL, "float32", 32, "nonflush"): Goal(us=36),
+    (DEFAULT_MODEL, "bfloat16", 1, "nonflush"): Goal(us=6.2),
+    (DEFAULT_MODEL, "bfloat16", 8, "nonflush"): Goal(us=10.2),
+    (DEFAULT_MODEL, "bfloat16", 32, "nonflush"): Goal(us=22.5),
+    (DEFAULT_MODEL, "float32", 1, "host"): Goal(us=10),
+    (DEFAULT_MODEL, "bfloat16", 1, "host"): Goal(us=10),
+    (DEFAULT_MODEL, "float16", 1, "host"): Goal(us=10),
+    (DEFAULT_MODEL, "float32", 8, "first_call_cold"): Goal(us=1e6),
+    (DEFAULT_MODEL, "float32", 8, "first_call_from_disk"): Goal(us=5e4),
+    ("qwen3.5-122b-a10b", "float32", 256, "nonflush"): Goal(us=257, ratio=1.03),
+    ("qwen3.5-122b-a10b", "float32", 256, "flush"): Goal(us=570),
+    ("qwen3.5-122b-a10b", "float32", 256, "average"): Goal(us=277),
+    ("qwen3.5-122b-a10b", "bfloat16", 256, "nonflush"): Goal(ratio=1.05),
+    ("qwen3.5-122b-a10b", "float32", 1, "nonflush"): Goal(us=7),
+    ("qwen3.5-122b-a10b", "float32", 32, "nonflush"): Goal(us=37),
+    ("glm-5.3-flash", "float32", 256, "nonflush"): Goal(ratio=1.05),
+    ("kimi-k3@tp8", "float32", 256, "nonflush"): Goal(ratio=1.08),
+    ("kimi-k3@tp8", "float32", 1, "nonflush"): Goal(us=6.5),
 }
 
 
@@ -166,7 +181,8 @@ def plan(options: Options) -> tuple[Group, ...]:
             plain = replace(replay, window=1, ring_capacity=0)
             batches = tuple(
                 tuple(
-                    StepCase(shape, plain if what == "plain" else replay, rows, what) for what in _whats(options, rows)
+                    StepCase(shape, plain if what == "plain" else replay, rows, what)
+                    for what in _whats(options, rows, shape.layer.recurrence)
                 )
                 for rows in options.batches
             )
@@ -174,28 +190,23 @@ def plan(options: Options) -> tuple[Group, ...]:
     return tuple(groups)
 
 
-def _whats(options: Options, rows: int) -> tuple[str, ...]:
+def _whats(options: Options, rows: int, recurrence: Recurrence) -> tuple[str, ...]:
     if options.window == 1:
         return ("plain",)
     whats: tuple[str, ...] = ("nonflush", "flush", "plain")
     if rows >= MIXED_FROM_ROWS:
         whats = (*whats, "mixed")
-    if rows == max(options.batches):
+    if rows == max(options.batches) and recurrence == "mamba2":
         whats = (*whats, "nonflush_z")
     return whats
 
 
 def goal_of(subject: Subject, device: str | None) -> Goal | None:
-    """The goal of an entry, None where none is set: goals hold for one layer on one device."""
+    """The goal of an entry, None where none is set: goals hold for single layers on one device."""
     replay = subject.replay
-    fits = (
-        subject.shape.name == DEFAULT_MODEL
-        and replay.window == 16
-        and replay.activation_dtype == torch.bfloat16
-        and device is not None
-        and "H200" in device
-    )
-    return GOALS.get((dtype_name(replay.checkpoint_dtype), subject.rows, subject.what)) if fits else None
+    fits = replay.window == 16 and replay.activation_dtype == torch.bfloat16 and device is not None and "H200" in device
+    key = (subject.shape.name, dtype_name(replay.checkpoint_dtype), subject.rows, subject.what)
+    return GOALS.get(key) if fits else None
 
 
 def entry_of(

@@ -25,12 +25,14 @@ class ModelShape:
         layer: the layer's geometry.
         num_layers: state-space layers in the model; None where no source says.
         source: where the numbers were read.
+        lower_bound: of the gate of a KDA layer (`KdaInputs.lower_bound`); None for the softplus gate and elsewhere.
     """
 
     name: str
     layer: LayerSpec
     num_layers: int | None
     source: str
+    lower_bound: float | None = None
 
 
 def _mamba2(heads: int, head_dim: int, d_state: int, groups: int = 8) -> LayerSpec:
@@ -69,9 +71,11 @@ MODELS: tuple[ModelShape, ...] = (
     ModelShape("qwen3-next-80b-a3b", _gdn(16, 32), 36, "transformers, defaults of Qwen3NextConfig"),
     ModelShape("qwen3.8-flash-next", _gdn(16, 48), 36, "Hugging Face config.json (qwen4_exp)"),
     ModelShape("kimi-linear-48b-a3b", _kda(32), None, "github.com/huggingface/transformers/pull/48250"),
-    ModelShape("kimi-k3", _kda(96), 69, "github.com/sgl-project/sglang/pull/33071"),
-    ModelShape("glm-5.3-flash", _kda(64), 34, "github.com/sgl-project/sglang, configs/glm5_next.py"),
-    ModelShape("ling-3.0-flash", _kda(32), None, "github.com/sgl-project/sglang/pull/37739 (8 heads at TP 4)"),
+    ModelShape("kimi-k3", _kda(96), 69, "github.com/sgl-project/sglang/pull/33071", lower_bound=-5.0),
+    ModelShape("glm-5.3-flash", _kda(64), 34, "github.com/sgl-project/sglang, configs/glm5_next.py", lower_bound=-5.0),
+    ModelShape(
+        "ling-3.0-flash", _kda(32), None, "github.com/sgl-project/sglang/pull/37739 (8 heads at TP 4)", lower_bound=-5.0
+    ),
 )
 
 

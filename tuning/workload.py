@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from replayssm.cursors import Cursors
-from replayssm.inputs import Mamba2Inputs
+from replayssm.inputs import GdnInputs, Inputs, KdaInputs, Mamba2Inputs
 from replayssm.pool import Pool, RingLayout, record_shapes
 from replayssm.spec import LayerSpec, ReplaySpec
+from tuning.shapes import ModelShape
 
 SPARE_SLOTS = 32
 ALIGNMENT = 256
@@ -74,6 +75,7 @@ def make_pools(
     arena: Arena, layer: LayerSpec, replays: Sequence[ReplaySpec], num_slots: int, *, ring_layout: RingLayout
 ) -> list[Pool]:
     """Pools of random contents with the same checkpoint, one for each of `replays` (whose dtypes must agree)."""
+    delta_rule = layer.recurrence != "mamba2"
     pools: list[Pool] = []
     for replay in replays:
         tensors = {}
@@ -85,38 +87,60 @@ def make_pools(
                 ring = arena.take((num_slots, shape[1], shape[0], *shape[2:]), dtype).transpose(1, 2)
             else:
                 ring = arena.take((num_slots, *shape), dtype)
-            # dt after softplus, as trained models have it: most of a window decays little, some heads much.
-            tensors[name] = ring.uniform_(0.001, 0.1) if name == "decay" else ring.normal_()
+            # dt after softplus or log-decay, as in trained models: most of a window decays little, some heads much.
+            if name == "decay":
+                tensors[name] = ring.uniform_(-0.1, -0.001) if delta_rule else ring.uniform_(0.001, 0.1)
+            else:  # the keys of a delta rule are normalised
+                tensors[name] = ring.normal_(std=layer.d_state**-0.5 if delta_rule and name == "key" else 1.0)
         pools.append(Pool(layer, replay, **tensors))
     return pools
 
 
 def make_inputs(
-    layer: LayerSpec, rows: int, *, dtype: torch.dtype, device: torch.device | str, has_z: bool = False
-) -> Mamba2Inputs:
-    """Random inputs of one token a row as a Nemotron-H layer has them: dt in the activation dtype, its bias and D in
-    float32, softplus, and z only on request (these models gate in the norm behind the layer).
+    shape: ModelShape, rows: int, *, dtype: torch.dtype, device: torch.device | str, has_z: bool = False
+) -> Inputs:
+    """Random inputs of one token a row as the model's layer has them.
 
-    Raises:
-        NotImplementedError: the layer is not Mamba-2.
+    All that is projected comes in `dtype`, parameters in float32. Mamba-2 has bias, softplus and D, and z only on
+    request (Nemotron-H gates in the norm behind the layer); the delta rules normalise q and k.
     """
-    if layer.recurrence != "mamba2":
-        raise NotImplementedError(f"recurrence: supported is 'mamba2', got {layer.recurrence!r}")
+    layer = shape.layer
     heads, groups = layer.num_v_heads, layer.num_k_heads
+    value_shape, key_shape = (rows, 1, heads, layer.head_dim), (rows, 1, groups, layer.d_state)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=dtype, device=device)
 
-    return Mamba2Inputs(
-        x=normal(rows, 1, heads, layer.head_dim),
-        dt=normal(rows, 1, heads),
-        B=normal(rows, 1, groups, layer.d_state),
-        C=normal(rows, 1, groups, layer.d_state),
-        A=-torch.empty(heads, device=device).uniform_(1.0, 16.0),
-        D=torch.randn(heads, device=device),
-        z=normal(rows, 1, heads, layer.head_dim) if has_z else None,
-        dt_bias=torch.empty(heads, device=device).uniform_(-7.0, -2.0),
-        dt_softplus=True,
+    def uniform(low: float, high: float, *shape: int) -> Tensor:
+        return torch.empty(shape, device=device).uniform_(low, high)
+
+    if layer.recurrence == "mamba2":
+        return Mamba2Inputs(
+            x=normal(*value_shape),
+            dt=normal(rows, 1, heads),
+            B=normal(*key_shape),
+            C=normal(*key_shape),
+            A=-uniform(1.0, 16.0, heads),
+            D=torch.randn(heads, device=device),
+            z=normal(*value_shape) if has_z else None,
+            dt_bias=uniform(-7.0, -2.0, heads),
+            dt_softplus=True,
+        )
+    q, k, v = normal(*key_shape), normal(*key_shape), normal(*value_shape)
+    if layer.recurrence == "gdn":
+        a, b = normal(rows, 1, heads), normal(rows, 1, heads)
+        return GdnInputs(q, k, v, a, b, A_log=uniform(1.0, 16.0, heads).log(), dt_bias=uniform(-7.0, -2.0, heads))
+    # A bounded gate takes the rate inside its sigmoid, where a large one would leave no decay at all.
+    rates = (1.0, 16.0) if shape.lower_bound is None else (0.25, 1.0)
+    return KdaInputs(
+        q,
+        k,
+        v,
+        g=normal(rows, 1, heads, layer.d_state),
+        beta=normal(rows, 1, heads),
+        A_log=uniform(*rates, heads).log(),
+        dt_bias=uniform(-7.0, -2.0, heads, layer.d_state),
+        lower_bound=shape.lower_bound,
     )
 
 
@@ -131,7 +155,7 @@ class StepWork:
 
     pool: Pool
     cursors: Cursors
-    inputs: Mamba2Inputs
+    inputs: Inputs
     cache_indices: Tensor
     out: Tensor
 
@@ -140,7 +164,7 @@ class StepWork:
         step(self.pool, self.cursors, self.inputs, cache_indices=self.cache_indices, out=self.out)
 
 
-def make_work(pool: Pool, live_records: Sequence[int], inputs: Mamba2Inputs) -> StepWork:
+def make_work(pool: Pool, live_records: Sequence[int], inputs: Inputs) -> StepWork:
     """A step over rows that hold the given numbers of records, in slots and at ring starts of random choice."""
     rows, device, layer = len(live_records), pool.device, pool.layer
     slots = torch.randperm(pool.num_slots, device=device)[:rows]

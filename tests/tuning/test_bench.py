@@ -17,18 +17,24 @@ from click.testing import CliRunner
 from rich.console import Console
 
 import replayssm
+from cute_kernels.configs import GdnOptions
+from replayssm.plan import OPTIONS as OPTIONS_OF_PLANS
 from replayssm.reference import replay as reference
-from replayssm.spec import LayerSpec, ReplaySpec
+from replayssm.spec import LayerSpec, Recurrence, ReplaySpec
 from tuning import bench, first_call
 from tuning.__main__ import main
 from tuning.bench import Bench, Deadline, Machine
-from tuning.matrix import Options, exit_code
+from tuning.matrix import ALL_MODELS, Options, exit_code
 from tuning.measure import Probes, Timing
 from tuning.report import results_table
 from tuning.shapes import ModelShape, lookup
 from tuning.store import Record
 
 TINY = ModelShape("tiny", LayerSpec("mamba2", 4, 2, 16, 32), 3, "made for this test")
+TINY_DELTA = {
+    "gdn": ModelShape("tiny-gdn", LayerSpec("gdn", 4, 2, 16, 32), 3, "made for this test"),
+    "kda": ModelShape("tiny-kda", LayerSpec("kda", 4, 4, 16, 32), 3, "made for this test", lower_bound=-5.0),
+}
 OPTIONS = Options(shapes=(TINY,), batches=(2, 32), checkpoints=(torch.float32,), window=4, rounds=2, first_call=False)
 
 
@@ -82,6 +88,30 @@ def test_a_run_records_every_case_with_bytes_and_limits() -> None:
             assert entry["speedup"] == 1.0
     assert exit_code(entries) == 0
     assert results_table(entries).row_count == len(got)
+
+
+@pytest.mark.parametrize("recurrence", TINY_DELTA)
+def test_a_run_of_a_delta_rule(recurrence: str) -> None:
+    entries = run(replace(OPTIONS, shapes=(TINY_DELTA[recurrence],))).entries[1:-1]
+    steps = ["nonflush", "flush", "plain"]
+    assert [(entry["rows"], entry["what"]) for entry in entries] == [
+        *[(2, what) for what in (*steps, "average", "read", "commit", "host")],
+        *[(32, what) for what in (*steps, "mixed", "average", "read", "commit")],
+    ]
+    assert {entry["status"] for entry in entries} == {"measured"}
+    assert {entry["layer"]["recurrence"] for entry in entries} == {recurrence}
+
+
+def test_a_layer_without_a_kernel_is_recorded_as_such(monkeypatch) -> None:
+    def refuses(*args, **kwargs):
+        raise NotImplementedError("CUDA kernels exist for others")
+
+    monkeypatch.setattr(replayssm, "step", refuses)
+    monkeypatch.setattr(bench, "first_call_in_new_process", None)  # no process is started for it
+    entries = run(replace(OPTIONS, shapes=(TINY_DELTA["kda"],), batches=(2,), first_call=True)).entries
+    refused = {entry["what"] for entry in entries if entry["status"] == "not supported"}
+    assert refused == {"nonflush", "flush", "plain", "first_call_cold"}
+    assert exit_code(entries) == 0
 
 
 def test_the_limit_uses_the_rates_probed_in_the_run() -> None:
@@ -227,19 +257,42 @@ def test_dry_run_prints_the_plan_without_a_gpu() -> None:
         assert name in result.output
 
 
+@pytest.mark.parametrize("recurrence", ["gdn", "kda"])
+def test_dry_run_of_all_layers_of_a_recurrence(recurrence: Recurrence) -> None:
+    words = ["bench", "--dry-run", "--all", "--recurrence", recurrence, "--batch", "256", "--window", "32"]
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == 0
+    for name, tp in ALL_MODELS[recurrence]:
+        assert f" {lookup(name, tp=tp).name} " in result.output
+    assert "nemotron" not in result.output
+    assert "nonflush_z" not in result.output
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["bench", "--model", "nemotron-3-supper"], "did you mean 'nemotron-3-super'"),
         (["bench", "--window", "65"], "65 is not in the range"),
-        (["warmup", "--model", "qwen3.5-27b", "--arch", "sm_90a"], "mamba2"),
+        (["bench", "--recurrence", "gdn"], "add --all"),
+        (["bench", "--all", "--recurrence", "rwkv"], "'mamba2', 'gdn', 'kda'"),
+        (["warmup", "--model", "qwen3.5-27b", "--z", "--arch", "sm_90a"], "only mamba2 layers"),
+        (["warmup", "--model", "qwen3.5-27b", "--parameter", "bf16", "--arch", "sm_90a"], "only mamba2 layers"),
+        (["warmup", "--model", "nemotron-3-super", "--round-beta", "--arch", "sm_90a"], "only gdn layers"),
         (["warmup", "--model", "nemotron-3-super", "--tp", "3", "--arch", "sm_90a"], "divisor of the 128 heads"),
     ],
 )
 def test_wrong_command_lines_end_with_2_and_a_remedy(words: list[str], message: str) -> None:
     result = CliRunner().invoke(main, words)
     assert result.exit_code == 2
-    assert message in result.output
+    assert message in " ".join(result.output.split())
+
+
+def test_warmup_of_a_recurrence_without_kernels_names_models_that_have_some(monkeypatch) -> None:
+    monkeypatch.delitem(OPTIONS_OF_PLANS, "kda", raising=False)
+    result = CliRunner().invoke(main, ["warmup", "--model", "kimi-k3", "--arch", "sm_90a"])
+    assert result.exit_code == 2
+    assert "no kernels for kda; known are" in result.output
+    assert "qwen3.5-27b" in result.output
 
 
 def test_without_a_gpu_the_command_says_what_works(monkeypatch) -> None:
@@ -269,3 +322,9 @@ def test_warmup_compiles_what_the_model_decodes_with(monkeypatch) -> None:
     assert (options.dt_dtype, options.D_dtype, options.dt_bias_dtype) == ("float32", "bfloat16", "bfloat16")
     assert options.has_z
     assert options.dt_softplus
+
+    words = ["warmup", "--model", "qwen3.5-122b-a10b", "--gates", "fp32", "--round-beta", "--arch", "sm_90a"]
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == 0, result.output
+    assert seen["layer"] == LayerSpec("gdn", 64, 16, 128, 128)
+    assert seen["options"] == GdnOptions(128**-0.5, "float32", "float32", round_beta=True)

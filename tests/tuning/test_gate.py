@@ -1,7 +1,8 @@
 """The gate lets the torch twin through and stops every wrong kernel made here from it.
 
 Each wrong kernel is the twin with one fault of a kind that a real one may have: a wrong head, a lost append, a
-neighbour overwritten, a fold forgotten. A gate without these teeth would let a fast wrong kernel be timed.
+neighbour overwritten, a fold forgotten, for a delta rule a u, a key or a decay of another convention. A gate without
+these teeth would let a fast wrong kernel be timed.
 """
 
 from __future__ import annotations
@@ -11,37 +12,51 @@ from dataclasses import replace
 import pytest
 import torch
 
+from replayssm.inputs import GdnInputs
 from replayssm.reference import replay as reference
+from replayssm.reference.recurrence import tokens
 from replayssm.spec import LayerSpec, ReplaySpec
 from tuning.gate import check_commit, check_step
 from tuning.measure import GateFailedError
+from tuning.shapes import ModelShape
 from tuning.workload import Arena, StepWork, arena_bytes, make_inputs, make_pools, make_walking_cursors, make_work
 
-LAYER = LayerSpec("mamba2", num_v_heads=8, num_k_heads=2, head_dim=16, d_state=32)
+SHAPES = {
+    "mamba2": ModelShape("mamba2", LayerSpec("mamba2", 8, 2, head_dim=16, d_state=32), None, "made for this test"),
+    "gdn": ModelShape("gdn", LayerSpec("gdn", 8, 4, head_dim=16, d_state=32), None, "made for this test"),
+    "kda": ModelShape("kda", LayerSpec("kda", 4, 4, head_dim=16, d_state=32), None, "made for this test"),
+    "kda_bounded": ModelShape("kda", LayerSpec("kda", 4, 4, 16, 32), None, "made for this test", lower_bound=-5.0),
+}
 SLOTS = 12
+each_layer = pytest.mark.parametrize("kind", SHAPES)
 
 
-def work(live_records: int, *, replay: ReplaySpec | None = None, has_z: bool = False, rows: int = 5) -> StepWork:
-    replay = replay or ReplaySpec()
-    arena = Arena(arena_bytes(LAYER, [replay], SLOTS), "cpu")
-    (pool,) = make_pools(arena, LAYER, [replay], SLOTS, ring_layout="record_major")
-    inputs = make_inputs(LAYER, rows, dtype=replay.activation_dtype, device="cpu", has_z=has_z)
+def work(
+    live_records: int, kind: str = "mamba2", *, replay: ReplaySpec | None = None, has_z: bool = False, rows: int = 5
+) -> StepWork:
+    replay, shape = replay or ReplaySpec(), SHAPES[kind]
+    arena = Arena(arena_bytes(shape.layer, [replay], SLOTS), "cpu")
+    (pool,) = make_pools(arena, shape.layer, [replay], SLOTS, ring_layout="record_major")
+    inputs = make_inputs(shape, rows, dtype=replay.activation_dtype, device="cpu", has_z=has_z)
     return make_work(pool, [live_records] * rows, inputs)
 
 
+@each_layer
 @pytest.mark.parametrize("checkpoint", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("live_records", [0, 8, 16])
-def test_the_twin_passes(checkpoint: torch.dtype, live_records: int) -> None:
-    check_step(work(live_records, replay=ReplaySpec(checkpoint_dtype=checkpoint)), reference.step)
+def test_the_twin_passes(checkpoint: torch.dtype, live_records: int, kind: str) -> None:
+    check_step(work(live_records, kind, replay=ReplaySpec(checkpoint_dtype=checkpoint)), reference.step)
 
 
+@each_layer
 @pytest.mark.parametrize("activation", [torch.float32, torch.float16], ids=str)
-def test_the_twin_passes_in_other_activations(activation: torch.dtype) -> None:
-    check_step(work(5, replay=ReplaySpec(activation_dtype=activation), has_z=True), reference.step)
+def test_the_twin_passes_in_other_activations(activation: torch.dtype, kind: str) -> None:
+    check_step(work(5, kind, replay=ReplaySpec(activation_dtype=activation), has_z=True), reference.step)
 
 
-def test_the_plain_step_passes() -> None:
-    check_step(work(1, replay=ReplaySpec(window=1)), reference.step)
+@each_layer
+def test_the_plain_step_passes(kind: str) -> None:
+    check_step(work(1, kind, replay=ReplaySpec(window=1)), reference.step)
 
 
 def wrong_head(pool, cursors, inputs, *, cache_indices, out):
@@ -66,7 +81,7 @@ def lost_append(pool, cursors, inputs, *, cache_indices, out):
     pool.value.copy_(before)
 
 
-def wrong_dt(pool, cursors, inputs, *, cache_indices, out):
+def wrong_decay(pool, cursors, inputs, *, cache_indices, out):
     reference.step(pool, cursors, inputs, cache_indices=cache_indices, out=out)
     slots = cache_indices.long()
     place = (cursors.ring_start[slots] + cursors.num_committed[slots]).long() % pool.replay.ring_capacity
@@ -85,6 +100,7 @@ def writes_the_checkpoint(pool, cursors, inputs, *, cache_indices, out):
     pool.checkpoint.mul_(1.001)
 
 
+@each_layer
 @pytest.mark.parametrize(
     ("step", "message"),
     [
@@ -92,24 +108,91 @@ def writes_the_checkpoint(pool, cursors, inputs, *, cache_indices, out):
         (unwritten_row, "output: expected finite"),
         (loses_a_record, "output: expected a relative error"),
         (lost_append, "value ring"),
-        (wrong_dt, "decay ring: expected a relative error"),
+        (wrong_decay, "decay ring: expected a relative error"),
         (neighbour_overwritten, "decay ring: expected rows other"),
         (writes_the_checkpoint, "checkpoint: expected a relative error"),
     ],
 )
-def test_a_wrong_step_is_stopped(step, message: str) -> None:
+def test_a_wrong_step_is_stopped(step, message: str, kind: str) -> None:
     with pytest.raises(GateFailedError, match=message):
+        check_step(work(8, kind), step)
+
+
+def appends(name: str, record):
+    """The twin's step, then a record of its own choice: `record(pool, inputs, twin's record, slots)`."""
+
+    def step(pool, cursors, inputs, *, cache_indices, out):
+        reference.step(pool, cursors, inputs, cache_indices=cache_indices, out=out)
+        slots, ring = cache_indices.long(), getattr(pool, name)
+        place = (cursors.ring_start[slots] + cursors.num_committed[slots]).long() % pool.replay.ring_capacity
+        ring[slots, :, place] = record(pool, inputs, ring[slots, :, place].float(), slots).to(ring.dtype)
+
+    return step
+
+
+def beta(inputs):
+    return torch.sigmoid((inputs.b if isinstance(inputs, GdnInputs) else inputs.beta)[:, 0].float())[..., None]
+
+
+@pytest.mark.parametrize("live_records", [0, 8, 16])
+@pytest.mark.parametrize("kind", ["gdn", "kda", "kda_bounded"])
+@pytest.mark.parametrize(
+    ("name", "record"),
+    [
+        ("value", lambda pool, inputs, u, slots: inputs.v[:, 0]),  # as a layer without delta rule stores it
+        ("value", lambda pool, inputs, u, slots: beta(inputs) * inputs.v[:, 0].float()),  # no correction
+        ("value", lambda pool, inputs, u, slots: u / beta(inputs)),
+        ("value", lambda pool, inputs, u, slots: u * 1.01),
+        ("key", lambda pool, inputs, k, slots: inputs.k[:, 0]),  # not normalised
+        ("key", lambda pool, inputs, k, slots: k * pool.layer.d_state**-0.5),  # scaled as the query is
+        ("decay", lambda pool, inputs, g, slots: g.exp()),
+        ("decay", lambda pool, inputs, g, slots: -g),
+        ("decay", lambda pool, inputs, g, slots: g.bfloat16()),
+    ],
+)
+def test_a_wrong_record_of_a_delta_rule_is_stopped(name: str, record, kind: str, live_records: int) -> None:
+    with pytest.raises(GateFailedError, match=f"{name} ring: expected a relative error"):
+        check_step(work(live_records, kind), appends(name, record))
+
+
+def test_the_gate_of_a_bound_is_not_a_clamp() -> None:
+    def clamps(pool, cursors, inputs, *, cache_indices, out):
+        unbounded = inputs._replace(lower_bound=None)
+        reference.step(pool, cursors, unbounded, cache_indices=cache_indices, out=out)
+
+    with pytest.raises(GateFailedError, match="output: expected a relative error"):
+        check_step(work(8, "kda_bounded"), clamps)
+
+
+@pytest.mark.parametrize("kind", ["gdn", "kda"])
+def test_decays_of_few_heads_may_err_by_the_hardware_exp2(kind: str) -> None:
+    def as_hardware(pool, inputs, g, slots):
+        # Powers by ex2.approx err 2**-22 at most, here by half of it; torch may err by nothing in one row of heads.
+        exact = tokens(inputs, torch.float64).log_decay[:, 0]
+        return (exact * (1 + torch.empty_like(exact).uniform_(-(2.0**-23), 2.0**-23))).view(g.shape)
+
+    for _ in range(20):
+        check_step(work(8, kind, rows=1), appends("decay", as_hardware))
+
+
+@pytest.mark.parametrize("name", ["value", "key"])
+def test_stored_inputs_of_mamba2_arrive_bit_for_bit(name: str) -> None:
+    step = appends(
+        name, lambda pool, inputs, record, slots: torch.nextafter(record.bfloat16(), torch.ones(()).bfloat16())
+    )
+    with pytest.raises(GateFailedError, match=f"{name} ring: expected a relative error of at most 2 x 0"):
         check_step(work(8), step)
 
 
-def test_a_forgotten_fold_is_stopped() -> None:
+@each_layer
+def test_a_forgotten_fold_is_stopped(kind: str) -> None:
     def forgets(pool, cursors, inputs, *, cache_indices, out):
         before = pool.checkpoint.clone()
         reference.step(pool, cursors, inputs, cache_indices=cache_indices, out=out)
         pool.checkpoint.copy_(before)
 
     with pytest.raises(GateFailedError, match="checkpoint: expected a relative error"):
-        check_step(work(16), forgets)
+        check_step(work(16, kind), forgets)
 
 
 def test_commits_are_compared_exactly() -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from replayssm.spec import ReplaySpec
+from replayssm.spec import RECURRENCES, Recurrence, ReplaySpec
 from tuning.matrix import (
     ALL_MODELS,
+    BATCHES,
+    GOALS,
+    STEPS,
     Goal,
     Options,
     StepCase,
@@ -40,8 +43,28 @@ def test_matrix_of_super() -> None:
     assert {(r.window, r.ring_capacity) for r in plain} == {(1, 2)}
 
 
-def test_every_model_of_the_full_run_is_known() -> None:
-    assert len({lookup(name, tp=tp).name for name, tp in ALL_MODELS}) == len(ALL_MODELS)
+@pytest.mark.parametrize("name", ["qwen3.5-122b-a10b", "kimi-k3"])
+def test_delta_rules_have_no_output_gate_to_time(name: str) -> None:
+    (group,) = plan(Options(shapes=(lookup(name),), checkpoints=(torch.float32,), batches=(8, 256)))
+    assert [[c.what for c in cases] for cases in group.batches] == [
+        ["nonflush", "flush", "plain"],
+        ["nonflush", "flush", "plain", "mixed"],
+    ]
+
+
+@pytest.mark.parametrize("recurrence", RECURRENCES)
+def test_models_of_a_full_run_are_of_its_recurrence_and_differ(recurrence: Recurrence) -> None:
+    layers = [lookup(name, tp=tp).layer for name, tp in ALL_MODELS[recurrence]]
+    assert {layer.recurrence for layer in layers} == {recurrence}
+    assert len(set(layers)) == len(layers)
+
+
+def test_every_goal_is_of_a_case_that_a_full_run_times() -> None:
+    timed = {lookup(name, tp=tp).name for models in ALL_MODELS.values() for name, tp in models}
+    assert {name for name, *_ in GOALS} <= timed
+    assert {rows for _, _, rows, _ in GOALS} <= set(BATCHES)
+    whats = {"average", "host", "first_call_cold", "first_call_from_disk", *STEPS}
+    assert {what for *_, what in GOALS} <= whats
 
 
 def test_window_of_one_has_only_the_plain_step() -> None:
@@ -116,6 +139,25 @@ def test_goals_hold_for_one_layer_on_one_device() -> None:
     assert goal_of(Subject(lookup("nemotron-3-super", tp=2), subject.replay, 256, "nonflush"), H200) is None
     assert goal_of(case("nonflush", window=32), H200) is None
     assert "goal" not in entry_of(subject, {"median_us": 1.0}, device=None)
+
+
+@pytest.mark.parametrize(
+    ("name", "checkpoint", "rows", "what", "goal"),
+    [
+        ("qwen3.5-122b-a10b", torch.float32, 256, "nonflush", Goal(us=257, ratio=1.03)),
+        ("qwen3.5-122b-a10b", torch.float32, 256, "average", Goal(us=277)),
+        ("qwen3.5-122b-a10b", torch.bfloat16, 256, "nonflush", Goal(ratio=1.05)),
+        ("qwen3.5-122b-a10b@tp2", torch.float32, 256, "nonflush", None),
+        ("qwen3.5-397b-a17b", torch.float32, 256, "nonflush", None),
+        ("glm-5.3-flash", torch.float32, 256, "nonflush", Goal(ratio=1.05)),
+        ("kimi-k3", torch.float32, 256, "nonflush", None),
+        ("kimi-k3@tp8", torch.float32, 1, "nonflush", Goal(us=6.5)),
+    ],
+)
+def test_goals_of_delta_rules(name: str, checkpoint: torch.dtype, rows: int, what: str, goal: Goal | None) -> None:
+    subject = Subject(lookup(name), ReplaySpec(checkpoint_dtype=checkpoint), rows, what)
+    assert goal_of(subject, H200) == goal
+    assert goal_of(subject, "NVIDIA B300") is None
 
 
 def test_entry_carries_its_layer_and_its_ratio() -> None:
