@@ -244,10 +244,9 @@ class Tile:
 
     @property
     def staging_bytes(self) -> int:
-        """Shared memory beside the tile: the fold's records and products, or the readout's partial sums there."""
-        products = self.probes * self.rows * 4
-        fold = self.values_at + self.padded_window * self.rows * 4 + products
-        return max(fold, self.channel_bytes + self.warps * products)
+        """Shared memory beside the tile: the fold's records, or the readout's partial sums there."""
+        fold = self.values_at + self.padded_window * self.rows * 4
+        return max(fold, self.channel_bytes + self.warps * self.probes * self.rows * 4)
 
     @property
     def smem_bytes(self) -> int:

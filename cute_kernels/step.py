@@ -65,7 +65,7 @@ from cute_kernels.records import (
 from cute_kernels.replay.channels import decayed, fold_factors, scaled_key
 from cute_kernels.replay.cursor import RowCursor, is_padding, load_force, load_slot
 from cute_kernels.replay.delta import columns, correction, dot, store_key
-from cute_kernels.replay.fold import FoldStage, FoldStatics, fold_tile, stage_record
+from cute_kernels.replay.fold import FoldStage, FoldStatics, fold_tile, product_at, stage_record
 from cute_kernels.replay.readout import ROW_LANES, add_weighted, read_tile, score, store_partial_sums
 from cute_kernels.replay.window import (
     Place,
@@ -195,9 +195,7 @@ def fold_row(tensors: StepTensors, key: StepKey, place: Place, loads: RowLoads, 
     token_value = load_scalar_if(inside, value_at, key.activation_dtype)
     epilogue = policy.epilogue(policy.load_epilogue(tensors.inputs, place.row, head, channel, inside))
     local_row = select(inside != 0, place.thread, Int32(0))
-    products = [
-        load_shared_floats(stage.products + (p * tile.rows + local_row) * 4, 1, 4)[0] for p in range(tile.probes)
-    ]
+    products = [load_shared_floats(product_at(tile, shared.state, local_row, p), 1, 4)[0] for p in range(tile.probes)]
     if policy.value_needs_state:
         decay = Float32(1.0) if channels else exp2(gate.rate * gate.record)
         value, update = correction([x * decay for x in products], token_value, gate.strength, score_token)

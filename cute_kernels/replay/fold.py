@@ -9,7 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from cute_kernels.configs import LANES_PER_RECORD, Tile
+from cute_kernels.configs import LANES_PER_RECORD, WARP, Tile
 from cute_kernels.primitives.convert import pack, unpack
 from cute_kernels.primitives.memory import (
     EVICT_LAST,
@@ -42,14 +42,12 @@ class FoldStage:
 
     Args:
         keys, values: byte addresses in shared memory.
-        products: byte address of float [probes][rows]; receives each new row's product with each probe.
         column_lane: which of the row's `tile.fold_lanes` lanes this thread is.
         first_row: the first of this thread's rows; they are `tile.fold_rows` apart.
     """
 
     keys: Int32
     values: Int32
-    products: Int32
     column_lane: Int32
     first_row: Int32
 
@@ -57,8 +55,7 @@ class FoldStage:
     def of(cls, tile: Tile, staging: Any, thread: Any) -> FoldStage:
         """The stage of a thread of the CTA, with its records at shared address `staging`."""
         values = staging + tile.values_at
-        products = values + tile.padded_window * tile.rows * 4
-        return cls(staging, values, products, thread % tile.fold_lanes, thread // tile.fold_lanes)
+        return cls(staging, values, thread % tile.fold_lanes, thread // tile.fold_lanes)
 
 
 def stage_record(
@@ -120,7 +117,7 @@ def fold_tile(
     """Fold the staged records into the tile in shared memory and write the tile to the checkpoint.
 
     Args:
-        state: shared address of the tile [rows][K] as read from the checkpoint.
+        state: shared address of the tile [rows][K] as read from the checkpoint; receives products (`product_at`).
         checkpoint: global address of the same tile.
         num_records: staged records; zeros follow, since the window is staged in whole passes.
         decays: product of the decays of all staged records, one for all columns or one for each of this thread's.
@@ -162,16 +159,22 @@ def fold_tile(
             for p in cutlass.range_constexpr(tile.probes):
                 dots[p].append(dot[p])
         for p in cutlass.range_constexpr(tile.probes):
-            store_products(stage, statics, dots[p], first_row, p)
+            store_products(stage, tile, state, dots[p], first_row, p)
 
 
-def store_products(stage: FoldStage, statics: FoldStatics, dots: list[Any], first_row: Any, probe: int) -> None:
-    """Sum the dots of this thread's rows with a probe over the row's lanes and write them to the stage's products."""
-    tile = statics.tile
+def product_at(tile: Tile, state: Any, row: Any, probe: int) -> Int32:
+    """Where a new row's product with a probe lies once its state is folded: in the row itself, a bank further each."""
+    row_bytes = tile.d_state * tile.state_size
+    places = min(WARP, row_bytes // (4 * tile.probes))
+    return state + row * row_bytes + (row % places) * 4 + probe * places * 4
+
+
+def store_products(stage: FoldStage, tile: Tile, state: Any, dots: list[Any], first_row: Any, probe: int) -> None:
+    """Sum the dots of this thread's rows with a probe over the row's lanes and write them to `product_at`."""
     masks = tuple(1 << b for b in reversed(range(tile.fold_lanes.bit_length() - 1)))
     kept = transposing_sum(dots, stage.column_lane, masks)
     first, _, owner = transposed_place(tile.fold_block, stage.column_lane, masks)
     for i, dot in enumerate(kept):
         inside = owner & (first + i < tile.fold_block)
         row = first_row + (first + i) * tile.fold_rows
-        store_shared_if(inside, stage.products + row * 4 + probe * tile.rows * 4, [dot.bitcast(Int32)])
+        store_shared_if(inside, product_at(tile, state, row, probe), [dot.bitcast(Int32)])
