@@ -116,8 +116,18 @@ def store_shared_if(predicate: Any, address: Any, words: list[Any]) -> None:
     ptx(text, read_only_args=[address, Int32(predicate), *words])
 
 
-def load_shared_floats(address: Any, count: int, alignment: int, *, offset: int = 0) -> list[Float32]:
-    """`count` floats of shared memory by the widest loads that an address of this alignment admits."""
+def store_shared_half_if(predicate: Any, address: Any, word: Any) -> None:
+    """Store the low 16 bits of a word to shared memory where the predicate holds."""
+    text = "{.reg .pred p; .reg .b16 h; cvt.u16.u32 h, {$r2}; setp.ne.s32 p, {$r1}, 0; @p st.shared.b16 [{$r0}], h;}"
+    ptx(text, read_only_args=[address, Int32(predicate), word])
+
+
+def load_shared_words(address: Any, count: int, alignment: int, *, offset: int = 0) -> list[Uint32]:
+    """`count` words of shared memory by the widest loads that an address of this alignment admits."""
     width = max(w for w in (1, 2, 4) if alignment % (4 * w) == 0 and count % w == 0)
-    words = [w for i in range(0, count, width) for w in load_shared(address, width, offset=offset + 4 * i)]
-    return [w.bitcast(Float32) for w in words]
+    return [w for i in range(0, count, width) for w in load_shared(address, width, offset=offset + 4 * i)]
+
+
+def load_shared_floats(address: Any, count: int, alignment: int, *, offset: int = 0) -> list[Float32]:
+    """The same as floats."""
+    return [w.bitcast(Float32) for w in load_shared_words(address, count, alignment, offset=offset)]

@@ -14,8 +14,9 @@ from cute_kernels.primitives.convert import pack, unpack
 from cute_kernels.primitives.memory import (
     EVICT_LAST,
     load_shared,
-    load_shared_floats,
+    load_shared_words,
     store_shared,
+    store_shared_half_if,
     store_shared_if,
     store_words,
 )
@@ -37,25 +38,28 @@ class FoldStatics:
 class FoldStage:
     """Where the records of a fold lie in shared memory, and which of the tile a thread folds.
 
-    Keys are [record][K] in the activation dtype, or float and scaled. Values, already weighted, are float
-    [record][row % n][row // n] with n = `tile.fold_rows`, so that the rows of one thread are consecutive.
+    Keys are [record][K] in the activation dtype, or float and scaled. Values are [record][row % n][row // n] with
+    n = `tile.fold_rows`, so that the rows of one thread are consecutive: float and weighted, or as the ring has them.
 
     Args:
         keys, values: byte addresses in shared memory.
+        products: where the new rows' products with the probes go (`product_at`).
         column_lane: which of the row's `tile.fold_lanes` lanes this thread is.
         first_row: the first of this thread's rows; they are `tile.fold_rows` apart.
     """
 
     keys: Int32
     values: Int32
+    products: Int32
     column_lane: Int32
     first_row: Int32
 
     @classmethod
-    def of(cls, tile: Tile, staging: Any, thread: Any) -> FoldStage:
-        """The stage of a thread of the CTA, with its records at shared address `staging`."""
+    def of(cls, tile: Tile, state: Any, staging: Any, thread: Any) -> FoldStage:
+        """The stage of a thread of the CTA, with its records at shared address `staging` and the tile at `state`."""
         values = staging + tile.values_at
-        return cls(staging, values, thread % tile.fold_lanes, thread // tile.fold_lanes)
+        products = state if tile.products_in_rows else values + tile.padded_window * tile.rows * tile.staged_size
+        return cls(staging, values, products, thread % tile.fold_lanes, thread // tile.fold_lanes)
 
 
 def stage_record(
@@ -68,14 +72,17 @@ def stage_record(
     for c, words in enumerate(loaded.key):
         for first in range(0, len(words), 4):
             store_shared(where, words[first : first + 4], offset=c * LANES_PER_RECORD * vector_bytes + 4 * first)
-    record_values = stage.values + record * (tile.rows * 4)
+    record_values = stage.values + record * (tile.rows * tile.staged_size)
     for c, words in enumerate(loaded.values):
         vector = c * LANES_PER_RECORD + lane8
         for e, x in enumerate(unpack(words, statics.value_dtype)):
             row = vector * tile.value_vector + e
             place = (row % tile.fold_rows) * tile.fold_steps + row // tile.fold_rows
-            word = (x * weight).bitcast(Int32)
-            store_shared_if(vector < tile.value_vectors, record_values + place * 4, [word])
+            word = (x * weight).bitcast(Int32) if tile.staged_size == 4 else pack([x], statics.value_dtype)[0]
+            if tile.staged_size == 4:
+                store_shared_if(vector < tile.value_vectors, record_values + place * 4, [word])
+            else:
+                store_shared_half_if(vector < tile.value_vectors, record_values + place * 2, word)
 
 
 def load_fold_key(stage: FoldStage, statics: FoldStatics, record: Any, ahead: int) -> list[Float32]:
@@ -94,14 +101,16 @@ def load_fold_key(stage: FoldStage, statics: FoldStatics, record: Any, ahead: in
 def load_fold_values(stage: FoldStage, statics: FoldStatics, record: Any, ahead: int, block: Any) -> list[Float32]:
     """The weighted values of this thread's rows of a block, of record `record + ahead`."""
     tile = statics.tile
-    where = stage.values + (record * tile.rows + stage.first_row * tile.fold_steps + block * tile.fold_block) * 4
-    alignment = 4 * _power_of_two_in(tile.fold_block, tile.fold_steps, tile.rows)
-    return load_shared_floats(where, tile.fold_block, alignment, offset=ahead * tile.rows * 4)
+    size = tile.staged_size
+    where = stage.values + (record * tile.rows + stage.first_row * tile.fold_steps + block * tile.fold_block) * size
+    alignment = size * _power_of_two_in(tile.fold_block, tile.fold_steps, tile.rows)
+    words = load_shared_words(where, tile.fold_block * size // 4, alignment, offset=ahead * tile.rows * size)
+    return unpack(words, "float32" if size == 4 else statics.value_dtype)
 
 
 def _power_of_two_in(*counts: int) -> int:
-    """The largest power of two up to 4 that divides every count."""
-    return max(n for n in (1, 2, 4) if all(count % n == 0 for count in counts))
+    """The largest power of two up to 8 that divides every count."""
+    return max(n for n in (1, 2, 4, 8) if all(count % n == 0 for count in counts))
 
 
 @cute.jit
@@ -159,22 +168,26 @@ def fold_tile(
             for p in cutlass.range_constexpr(tile.probes):
                 dots[p].append(dot[p])
         for p in cutlass.range_constexpr(tile.probes):
-            store_products(stage, tile, state, dots[p], first_row, p)
+            store_products(stage, statics, dots[p], first_row, p)
 
 
-def product_at(tile: Tile, state: Any, row: Any, probe: int) -> Int32:
-    """Where a new row's product with a probe lies once its state is folded: in the row itself, a bank further each."""
+def product_at(stage: FoldStage, tile: Tile, row: Any, probe: int) -> Int32:
+    """Where a new row's product with a probe lies: among themselves, or in the row once it is folded, a bank further
+    from row to row."""
+    if not tile.products_in_rows:
+        return stage.products + row * 4
     row_bytes = tile.d_state * tile.state_size
     places = min(WARP, row_bytes // (4 * tile.probes))
-    return state + row * row_bytes + (row % places) * 4 + probe * places * 4
+    return stage.products + row * row_bytes + (row % places) * 4 + probe * places * 4
 
 
-def store_products(stage: FoldStage, tile: Tile, state: Any, dots: list[Any], first_row: Any, probe: int) -> None:
+def store_products(stage: FoldStage, statics: FoldStatics, dots: list[Any], first_row: Any, probe: int) -> None:
     """Sum the dots of this thread's rows with a probe over the row's lanes and write them to `product_at`."""
+    tile = statics.tile
     masks = tuple(1 << b for b in reversed(range(tile.fold_lanes.bit_length() - 1)))
     kept = transposing_sum(dots, stage.column_lane, masks)
     first, _, owner = transposed_place(tile.fold_block, stage.column_lane, masks)
     for i, dot in enumerate(kept):
         inside = owner & (first + i < tile.fold_block)
         row = first_row + (first + i) * tile.fold_rows
-        store_shared_if(inside, product_at(tile, state, row, probe), [dot.bitcast(Int32)])
+        store_shared_if(inside, product_at(stage, tile, row, probe), [dot.bitcast(Int32)])

@@ -56,7 +56,8 @@ class OutputRows:
     """Which of the tile's rows a thread writes after the readout.
 
     Args:
-        first_row: the first row that this thread's lanes read; the others follow `tile.readout_rows` apart.
+        first_row: the first row that this thread's lanes read; the others follow it, so that the rows which a warp
+            writes lie together.
         rows: the rows whose sums this lane is left with; any row of the tile where the sum is padding.
         inside: for each of them, whether this lane is the one to write it.
     """
@@ -67,13 +68,14 @@ class OutputRows:
 
     @classmethod
     def of(cls, tile: Tile, lane: Any, warp: Any) -> OutputRows:
-        first_row = warp * (tile.readout_rows // tile.warps) + lane // LANES_PER_RECORD
         read = tile.rows // tile.readout_rows
+        first_row = (warp * (tile.readout_rows // tile.warps) + lane // LANES_PER_RECORD) * read
         first, count, owner = transposed_place(read, lane, ROW_LANES)
-        rows = [(first + i) * tile.readout_rows + first_row for i in range(count)]
-        inside = [Int32(owner) * Int32(row < tile.rows) for row in rows]
+        real = [Int32(first + i < read) for i in range(count)]
+        rows = [first_row + first + i for i in range(count)]
+        inside = [Int32(owner) * one for one in real]
         if read & (read - 1):  # some sums are padding
-            rows = [select(row < tile.rows, row, first_row) for row in rows]
+            rows = [select(one != 0, row, first_row) for row, one in zip(rows, real, strict=True)]
         return cls(first_row, rows, inside)
 
 
@@ -93,7 +95,7 @@ def read_tile(
     for i in range(tile.rows // tile.readout_rows):
         products = [Float32(0.0) for _ in probes]
         for c in range(tile.key_chunks):
-            words = load_shared(base, 4, offset=i * tile.readout_rows * row_bytes + c * LANES_PER_RECORD * 16)
+            words = load_shared(base, 4, offset=i * row_bytes + c * LANES_PER_RECORD * 16)
             products = [add_products(x, words, probe[c], dtype) for x, probe in zip(products, probes, strict=True)]
         for of_probe, product in zip(sums, products, strict=True):
             of_probe.append(product)
