@@ -58,12 +58,12 @@ def load_row_words(predicate: Any, where: Any, num_words: int, *, cache: str = K
     ]
 
 
-def load_key(source: Any, valid: Any, lane8: Any, tile: Tile) -> list[list[Uint32]]:
+def load_key(source: Any, valid: Any, lane8: Any, tile: Tile, *, cache: str = KEEP) -> list[list[Uint32]]:
     """This lane's vectors of a key whose first byte is at `source`: vector c * 8 + lane8 for each chunk c."""
     vector_bytes = tile.vector * tile.activation_size
     start = source + lane8 * vector_bytes
     step = LANES_PER_RECORD * vector_bytes
-    return [load_row_words(valid, start + c * step, vector_bytes // 4) for c in range(tile.key_chunks)]
+    return [load_row_words(valid, start + c * step, vector_bytes // 4, cache=cache) for c in range(tile.key_chunks)]
 
 
 def values_inside(valid: Any, chunk: int, lane8: Any, tile: Tile) -> Any:
