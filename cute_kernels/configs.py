@@ -295,10 +295,11 @@ def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
     One CTA a head, unless its tile would leave room for few on a multiprocessor. Splitting heads further does not pay
     even where most multiprocessors stay idle: 16 to 128 heads at batch 1 to 8 took as long or longer with 2 or 4 CTAs a
     head, since each repeats the work on the window (H200, 2026-11-29, docs/performance.md). A float32 checkpoint leaves
-    registers to fold 32 values at a time.
+    registers to fold 32 values at a time. With two probes shared memory limits the CTAs before registers do, and a
+    16-bit one folds as many (GDN at batch 256: 403 -> 353 us, non-flush 135.6 and 135.5).
     """
     del batch  # no measured shape wants another choice at another batch
-    fold_values = 32 if key.checkpoint_dtype == "float32" else 16
+    fold_values = 32 if key.checkpoint_dtype == "float32" or key.probes > 1 else 16
     for split in (1, 2, 4, 5, 8):
         candidate = replace(key, config=StepConfig(split, fold_values))
         if is_valid(candidate, arch) and Tile.of(candidate).bytes <= LARGEST_TILE_BYTES:
