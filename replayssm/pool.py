@@ -5,7 +5,7 @@
 | checkpoint | [slots, HV, V, K] | checkpoint dtype | state | state | state |
 | value | [slots, HV, R, V] | activation dtype, or `value_dtype` | x | u = beta (v - S k) | u |
 | key | [slots, HK, R, K] | activation dtype | B | normalised k | normalised k |
-| decay | [slots, HV, R], KDA [slots, HV, R, K] | float32, KDA `decay_dtype` | dt after bias and softplus | log-decay g | log-decay g |
+| decay | [slots, HV, R], KDA [slots, HV, R, K] | float32, KDA `decay_dtype` | dt after softplus | log-decay g | log-decay g |
 
 R is `ReplaySpec.ring_capacity`. A ring may be head-major in memory (the order of its axes) or record-major
 (axis 2 before axis 1): the strides say which, and every path takes them as they come.
@@ -117,25 +117,33 @@ def bytes_per_slot(layer: LayerSpec, replay: ReplaySpec) -> dict[str, int]:
     return sizes
 
 
+def default_ring_layout(layer: LayerSpec) -> RingLayout:
+    """The order in which a layer decodes faster: head-major where each channel has a decay, so that the records of one
+    head fill whole pages of memory (KDA, 64 heads, batch 256: 298.5 and 289.2 us; H200, 2026-11-29).
+    """
+    return "head_major" if layer.decays_per_channel else "record_major"
+
+
 def make_pool(
     layer: LayerSpec,
     replay: ReplaySpec,
     num_slots: int,
     *,
     device: torch.device | str = "cpu",
-    ring_layout: RingLayout = "record_major",
+    ring_layout: RingLayout | None = None,
 ) -> Pool:
     """Allocate a zeroed pool of `num_slots` slots.
 
     Args:
-        ring_layout: "record_major" keeps the heads of one record together (the faster order for decoding),
-            "head_major" the records of one head (FlashInfer's order).
+        ring_layout: "record_major" keeps the heads of one record together, "head_major" the records of one head
+            (FlashInfer's order); None takes the faster order for the layer (`default_ring_layout`).
 
     Raises:
         ValueError: `num_slots` is below 1 or the layout is unknown.
     """
     if num_slots < 1:
         raise ValueError(f"num_slots: expected 1 or more, got {num_slots}")
+    ring_layout = default_ring_layout(layer) if ring_layout is None else ring_layout
     if ring_layout not in ("record_major", "head_major"):
         raise ValueError(f"ring_layout: expected 'record_major' or 'head_major', got {ring_layout!r}")
     tensors = {}

@@ -67,7 +67,7 @@ def main() -> None:
 @click.option("--checkpoint", "checkpoints", multiple=True, default=tuple(DTYPES), type=_DTYPE, help="Repeatable.")
 @click.option("--activation", default="bf16", type=_DTYPE)
 @click.option("--window", default=16, type=click.IntRange(1, 64))
-@click.option("--ring-layout", default="record_major", type=click.Choice(("record_major", "head_major")))
+@click.option("--ring-layout", type=click.Choice(("record_major", "head_major")), help="The layer's own when left out.")
 @click.option("--rounds", default=DEFAULT_ROUNDS, type=click.IntRange(min=1), help="Samples of each candidate.")
 @click.option("--time-limit", type=click.FloatRange(min=0), help="Seconds after which nothing new is begun.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="Record of the run.")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import replayssm
 from replayssm.launch import arch_of
-from replayssm.pool import Pool
+from replayssm.pool import Pool, default_ring_layout
 from replayssm.spec import ReplaySpec
 from tuning import gate, workload
 from tuning.first_call import first_call_in_new_process
@@ -122,7 +122,7 @@ class Bench:
                 group.shape.layer,
                 (group.replay, group.plain),
                 self._slots,
-                ring_layout=self._options.ring_layout,
+                ring_layout=self._options.ring_layout or default_ring_layout(group.shape.layer),
             )
             for cases in group.batches:
                 if self._deadline.left_s < SETTLE_S:

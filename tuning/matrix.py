@@ -107,7 +107,7 @@ class Options:
     checkpoints: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
     activation: torch.dtype = torch.bfloat16
     window: int = 16
-    ring_layout: RingLayout = "record_major"
+    ring_layout: RingLayout | None = None  # None: the layer's own
     rounds: int = 30
     time_limit_s: float | None = None
     first_call: bool = True
