@@ -5,7 +5,7 @@
 | checkpoint | [slots, HV, V, K] | checkpoint dtype | state | state | state |
 | value | [slots, HV, R, V] | activation dtype, or `value_dtype` | x | u = beta (v - S k) | u |
 | key | [slots, HK, R, K] | activation dtype | B | normalised k | normalised k |
-| decay | [slots, HV, R], KDA [slots, HV, R, K] | float32, KDA `decay_dtype` | dt after softplus | log-decay g | log-decay g |
+| decay | [slots, HV, R], KDA [.., R, K] | float32, KDA `decay_dtype` | dt after softplus | log-decay g | log-decay g |
 
 R is `ReplaySpec.ring_capacity`. A ring may be head-major in memory (the order of its axes) or record-major
 (axis 2 before axis 1): the strides say which, and every path takes them as they come.
