@@ -1,6 +1,7 @@
 """The main job on real input: a hybrid model decodes English text with and without ReplaySSM, and the two are compared.
 
-    python -m replayssm.demo [--model nemotron_h|mamba2] [--window 16] [--tokens 48] [--batch 4] [--device cpu|cuda]
+    python -m replayssm.demo [--model nemotron_h|mamba2|qwen3_next|qwen3_5|kimi_linear] [--window 16] [--tokens 48]
+                             [--batch 4] [--device cpu|cuda]
 
 The model has the layer pattern and the head sizes of a published one, fewer heads and a smaller width, and seeded
 random weights: its text is noise, its arithmetic is the real one. The exit status is 1 when the tokens differ.
@@ -21,7 +22,7 @@ from torch import Tensor
 
 import replayssm
 from replayssm.cursors import make_cursors
-from replayssm.inputs import Mamba2Inputs
+from replayssm.inputs import GdnInputs, Inputs, KdaInputs, Mamba2Inputs
 from replayssm.pool import bytes_per_slot, make_pool
 from replayssm.spec import LayerSpec, ReplaySpec
 
@@ -34,7 +35,60 @@ TEXT = (
 PAD = 256  # one past the 256 byte values that are the vocabulary
 
 NANO_30B_PATTERN = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
+KIMI_LINEAR_ATTENTION = (4, 8, 12, 16, 20, 24, 27)  # of 27 layers, counted from 1; the others are Kimi Delta Attention
 SUPER_LAYER = LayerSpec("mamba2", num_v_heads=128, num_k_heads=8, head_dim=64, d_state=128)
+# A letter of the pattern, a name, and the layer of a published model whose kernel is timed.
+RECURRENCES: dict[str, tuple[str, str, str, LayerSpec]] = {
+    "mamba2": ("M", "Mamba-2", "Nemotron-3-Super layer (128 heads, 64 x 128, 8 groups)", SUPER_LAYER),
+    "gdn": (
+        "G",
+        "Gated DeltaNet",
+        "Qwen3.5-122B-A10B layer (64 value heads, 16 key heads, 128 x 128)",
+        LayerSpec("gdn", num_v_heads=64, num_k_heads=16, head_dim=128, d_state=128),
+    ),
+    "kda": (
+        "K",
+        "Kimi Delta Attention",
+        "Kimi-Linear-48B-A3B layer (32 heads, 128 x 128)",
+        LayerSpec("kda", num_v_heads=32, num_k_heads=32, head_dim=128, d_state=128),
+    ),
+}
+
+COMMON: dict[str, Any] = {
+    "vocab_size": PAD + 1, "hidden_size": 128, "pad_token_id": PAD, "bos_token_id": None, "eos_token_id": None,
+    "initializer_range": 0.2,
+}  # fmt: skip
+MAMBA2: dict[str, Any] = {**COMMON, "n_groups": 2, "chunk_size": 16, "time_step_min": 0.01, "time_step_max": 1.0}
+HYBRID: dict[str, Any] = {
+    **COMMON, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 128,
+}  # fmt: skip
+QWEN: dict[str, Any] = {
+    **HYBRID, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}  # fmt: skip
+# The prefix of its classes and its configuration: layer pattern and head sizes of a published model, the rest small.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "nemotron_h": ("NemotronH", {
+        **MAMBA2, **HYBRID, "hybrid_override_pattern": NANO_30B_PATTERN, "mamba_num_heads": 8, "mamba_head_dim": 64,
+        "ssm_state_size": 128, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+        "moe_shared_expert_intermediate_size": 64,
+    }),
+    "mamba2": ("Mamba2", {**MAMBA2, "num_heads": 4, "head_dim": 64, "state_size": 128, "num_hidden_layers": 16}),
+    "qwen3_next": ("Qwen3Next", {
+        **QWEN, "num_hidden_layers": 48, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+    }),
+    "qwen3_5": ("Qwen3_5", {**QWEN, "num_hidden_layers": 32}),
+    "kimi_linear": ("KimiLinear", {
+        **HYBRID, "linear_num_heads": 2, "linear_head_dim": 128, "num_hidden_layers": 27,
+        "linear_attn_config": {
+            "full_attn_layers": KIMI_LINEAR_ATTENTION,
+            "kda_layers": [layer for layer in range(1, 28) if layer not in KIMI_LINEAR_ATTENTION],
+        },
+        "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32,
+        "num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+    }),
+}  # fmt: skip
 
 
 class Decoded(NamedTuple):
@@ -46,29 +100,27 @@ class Decoded(NamedTuple):
 
 
 def build_model(kind: str, device: torch.device) -> Any:
-    """A seeded random fp32 model: "nemotron_h" with the pattern of Nemotron-3-Nano-30B-A3B, or "mamba2"."""
+    """A seeded random fp32 model of a kind of `MODELS`."""
     import transformers
 
     transformers.logging.set_verbosity_error()
-    common: dict[str, Any] = {
-        "vocab_size": PAD + 1, "hidden_size": 128, "pad_token_id": PAD, "bos_token_id": None, "eos_token_id": None,
-        "n_groups": 2, "chunk_size": 16, "initializer_range": 0.2, "time_step_min": 0.01, "time_step_max": 1.0,
-    }  # fmt: skip
+    prefix, fields = MODELS[kind]
     torch.manual_seed(0)
-    if kind == "mamba2":
-        config: Any = transformers.Mamba2Config(
-            **common, num_heads=4, head_dim=64, state_size=128, num_hidden_layers=16
-        )
-        model: Any = transformers.Mamba2ForCausalLM(config)
-    else:
-        config = transformers.NemotronHConfig(
-            **common, hybrid_override_pattern=NANO_30B_PATTERN, mamba_num_heads=8, mamba_head_dim=64,
-            ssm_state_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=32, intermediate_size=128,
-            n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=64,
-            moe_shared_expert_intermediate_size=64,
-        )  # fmt: skip
-        model = transformers.NemotronHForCausalLM(config)
+    config: Any = getattr(transformers, f"{prefix}TextConfig", None) or getattr(transformers, f"{prefix}Config")
+    model: Any = getattr(transformers, f"{prefix}ForCausalLM")(config(**fields))
+    for name, parameter in model.named_parameters():
+        if name.endswith("linear_attn.A_log"):  # of Qwen: drawn so large that a state forgets within a token
+            torch.nn.init.uniform_(parameter, -4.6, 0.0)
     return model.eval().to(device)
+
+
+def layer_pattern(model: Any) -> str:
+    """One letter for each layer of a model: M, G or K a recurrence of ours, E experts, * attention."""
+    from replayssm.integrations.transformers import layer_specs
+
+    config, ours = model.config, RECURRENCES[layer_specs(model)[0].recurrence][0]
+    kinds = getattr(config, "layer_types", None) or ["linear_attention"] * config.num_hidden_layers
+    return getattr(config, "hybrid_override_pattern", "".join(ours if "linear" in kind else "*" for kind in kinds))
 
 
 def encode(text: str, batch: int, device: torch.device) -> dict[str, Tensor]:
@@ -131,11 +183,12 @@ def state_traffic(layer: LayerSpec, replay: ReplaySpec) -> dict[str, tuple[float
 
 
 def report_traffic(model: Any, replay: ReplaySpec) -> None:
-    """Print what all Mamba-2 layers of a model must move for a token of one sequence, plain and with ReplaySSM."""
+    """Print what all layers of a recurrence must move for a token of one sequence, plain and with ReplaySSM."""
     from replayssm.integrations.transformers import layer_specs
 
     layers = layer_specs(model)
-    print(f"\nState bytes a token and sequence, {len(layers)} Mamba-2 layers (from the formula, not measured):")
+    name = RECURRENCES[layers[0].recurrence][1]
+    print(f"\nState bytes a token and sequence, {len(layers)} {name} layers (from the formula, not measured):")
     totals = {}
     for name in ("plain", "ReplaySSM"):
         read, write = (sum(state_traffic(layer, replay)[name][way] for layer in layers) for way in (0, 1))
@@ -166,24 +219,42 @@ def median_us(run: Callable[[], object], *, calls: int = 10, repeats: int = 20) 
     return statistics.median(times)
 
 
-def report_kernel(device: torch.device, *, rows: int = 256, live: int = 8) -> None:
-    """Time `replayssm.step` on one Nemotron-3-Super layer against the time that reading its bytes takes."""
-    layer, replay = SUPER_LAYER, ReplaySpec(window=16, activation_dtype=torch.bfloat16)
-    print(f"\nOne Nemotron-3-Super layer (128 heads, 64 x 128, 8 groups), batch {rows}, fp32 state, bf16 activations:")
+def random_inputs(layer: LayerSpec, rows: int, device: torch.device) -> Inputs:
+    """Inputs of a step of one token a row, in bfloat16 with float32 parameters."""
+
+    def draw(*sizes: int) -> Tensor:
+        return torch.randn(rows, 1, *sizes, device=device).bfloat16()
+
+    heads, channels = layer.num_v_heads, (layer.d_state,) if layer.decays_per_channel else ()
+    value, query, key = draw(heads, layer.head_dim), *(draw(layer.num_k_heads, layer.d_state) for _ in "qk")
+    decay, strength = draw(heads, *channels), draw(heads)
+    rate, bias = torch.rand(heads, device=device), torch.randn(heads, *channels, device=device)
+    if layer.recurrence == "mamba2":
+        return Mamba2Inputs(value, decay, key, query, -rate, D=rate, dt_bias=bias, dt_softplus=True)
+    if layer.recurrence == "gdn":
+        return GdnInputs(query, key, value, decay, strength, rate, bias)
+    return KdaInputs(query, key, value, decay, strength, rate, bias)
+
+
+def report_kernel(device: torch.device, *, recurrence: str = "mamba2", rows: int = 256, live: int = 8) -> None:
+    """Time `replayssm.step` on one layer of a published model against the time that reading its bytes takes."""
+    _, _, title, layer = RECURRENCES[recurrence]
+    replay = ReplaySpec(window=16, activation_dtype=torch.bfloat16)
+    print(f"\nOne {title}, batch {rows}, fp32 state, bf16 activations:")
     if device.type != "cuda":
         print("  kernel times and the read limit: not measured, no GPU is used")
         return
-    x, C = (torch.randn(rows, 1, *size, device=device).bfloat16() for size in ((128, 64), (8, 128)))
-    A, D, bias = -torch.rand(128, device=device), torch.randn(128, device=device), torch.randn(128, device=device)
-    inputs = Mamba2Inputs(x, x[..., 0].contiguous(), C.flip(-1), C, A, D=D, dt_bias=bias, dt_softplus=True)
+    inputs = random_inputs(layer, rows, device)
     pool, cursors = make_pool(layer, replay, rows, device=device), make_cursors(replay, rows, device=device)
-    slots, out = torch.arange(rows, dtype=torch.int32, device=device), torch.empty_like(x)
+    slots = torch.arange(rows, dtype=torch.int32, device=device)
+    out = torch.empty(rows, 1, layer.num_v_heads, layer.head_dim, dtype=torch.bfloat16, device=device)
 
     probe = torch.empty(2**29, device=device).normal_()
     bandwidth = probe.nbytes / median_us(lambda: torch.amax(probe))  # bytes a microsecond
     sizes = bytes_per_slot(layer, replay)
     record = (sum(sizes.values()) - sizes["checkpoint"]) / replay.ring_capacity
-    needed = rows * (sizes["checkpoint"] + (live + 1) * record) + 2 * x.nbytes + 2 * C.nbytes
+    tokens = [tensor for tensor in (out, *inputs) if isinstance(tensor, Tensor) and tensor.dim() > 2]
+    needed = rows * (sizes["checkpoint"] + (live + 1) * record) + sum(tensor.nbytes for tensor in tokens)
     for label, count in ((f"{live} live records", live), ("all rows folding", replay.window)):
         cursors.num_committed.fill_(count)
         took = median_us(lambda: replayssm.step(pool, cursors, inputs, cache_indices=slots, out=out))
@@ -197,7 +268,7 @@ def report_kernel(device: torch.device, *, rows: int = 256, live: int = 8) -> No
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     """The command line; exits with a message when a number is out of range."""
     parser = argparse.ArgumentParser(prog="python -m replayssm.demo", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--model", choices=("nemotron_h", "mamba2"), default="nemotron_h")
+    parser.add_argument("--model", choices=tuple(MODELS), default="nemotron_h")
     parser.add_argument("--window", type=int, default=16, help="records kept before a fold, 1 to 64")
     parser.add_argument("--tokens", type=int, default=48, help="tokens decoded for each prompt, 2 or more")
     parser.add_argument("--batch", type=int, default=4, help="prompts, 1 to 16")
@@ -224,8 +295,8 @@ def main(arguments: list[str] | None = None) -> int:
     prompts = encode(TEXT, options.batch, device)
     parameters = sum(p.numel() for p in model.parameters()) / 1e6
     lengths = prompts["attention_mask"].sum(1).tolist()
-    pattern = getattr(model.config, "hybrid_override_pattern", "M" * model.config.num_hidden_layers)
-    print(f"Model: {pattern}\n  {parameters:.1f} M seeded random fp32 weights, {layer_specs(model)[0]}")
+    layer = layer_specs(model)[0]
+    print(f"Model: {layer_pattern(model)}\n  {parameters:.1f} M seeded random fp32 weights, {layer}")
     print(f"Input: Moby-Dick, byte by byte, prompts of {lengths} bytes padded on the left; greedy decoding", flush=True)
 
     plain = decode(model, prompts, options.tokens, "plain")
@@ -244,7 +315,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"\nTokens a second, measured: plain {plain.rate:.1f}, ReplaySSM {replayed.rate:.1f}")
     if device.type != "cuda":
         print("  On a CPU ReplaySSM runs its torch twin: a reference for the kernels, not a fast path.")
-    report_kernel(device)
+    report_kernel(device, recurrence=layer.recurrence)
     return 0 if same else 1
 
 

@@ -14,6 +14,15 @@ pytest.importorskip("transformers", minversion="5.17")
 QUICK = ["--model", "mamba2", "--tokens", "18", "--window", "4", "--batch", "3", "--device", "cpu"]
 
 
+def shorten(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Five layers of a model, every fourth with attention."""
+    kinds = ["linear_attention"] * 3 + ["full_attention", "linear_attention"]
+    prefix, fields = demo.MODELS[kind]
+    fields = {**fields, "num_hidden_layers": 5, "layer_types": kinds, "linear_attn_config": {}}
+    monkeypatch.setitem(demo.MODELS, kind, (prefix, fields))
+    monkeypatch.setattr(demo, "TEXT", demo.TEXT[:60])
+
+
 def test_equal_tokens_are_reported_and_everything_that_was_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert demo.main(QUICK) == 0
     out = capsys.readouterr().out
@@ -37,7 +46,46 @@ def test_the_hybrid_model_has_the_published_pattern_and_decodes_the_same(
     assert "num_v_heads=8, num_k_heads=2, head_dim=64, d_state=128" in out
 
 
-def test_different_tokens_fail(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("kind", "letter", "name", "layer"),
+    [
+        ("qwen3_next", "G", "Gated DeltaNet", "'gdn', num_v_heads=4, num_k_heads=2"),
+        ("qwen3_5", "G", "Gated DeltaNet", "'gdn', num_v_heads=4, num_k_heads=2"),
+        ("kimi_linear", "K", "Kimi Delta Attention", "'kda', num_v_heads=2, num_k_heads=2"),
+    ],
+)
+def test_each_kind_of_model_decodes_the_same(
+    kind: str, letter: str, name: str, layer: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shorten(monkeypatch, kind)
+    assert demo.main(["--model", kind, "--tokens", "10", "--window", "4", "--batch", "2", "--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    assert f"Model: {letter * 3}*{letter}\n" in out
+    assert f"LayerSpec(recurrence={layer}, head_dim=128, d_state=128)" in out
+    assert "Decoded tokens identical (fp32): yes, 20 compared" in out
+    assert f"4 {name} layers (from the formula, not measured)" in out
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5", "kimi_linear"])
+def test_the_layers_are_those_of_the_published_model(kind: str) -> None:
+    """Three of four layers, but for the two that end Kimi-Linear: 20 of 27, the last with attention."""
+    with torch.device("meta"):
+        model = demo.build_model(kind, torch.device("meta"))
+    expected = {"qwen3_next": "GGG*" * 12, "qwen3_5": "GGG*" * 8, "kimi_linear": "KKK*" * 6 + "KK*"}
+    assert demo.layer_pattern(model) == expected[kind]
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "kimi_linear"])
+def test_different_tokens_fail_in_each_kind(
+    kind: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shorten(monkeypatch, kind)
+    forget_records(monkeypatch)
+    assert demo.main(["--model", kind, "--tokens", "10", "--batch", "2", "--device", "cpu"]) == 1
+    assert "Decoded tokens identical (fp32): NO" in capsys.readouterr().out
+
+
+def forget_records(monkeypatch: pytest.MonkeyPatch) -> None:
     step = replayssm.step
 
     def forgetful(pool: replayssm.Pool, *args: object, **kwargs: object) -> torch.Tensor:
@@ -45,6 +93,10 @@ def test_different_tokens_fail(capsys: pytest.CaptureFixture[str], monkeypatch: 
         return step(pool, *args, **kwargs)
 
     monkeypatch.setattr(replayssm, "step", forgetful)
+
+
+def test_different_tokens_fail(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    forget_records(monkeypatch)
     assert demo.main(QUICK) == 1
     assert "Decoded tokens identical (fp32): NO" in capsys.readouterr().out
 
@@ -80,9 +132,19 @@ def test_bad_arguments_exit_with_a_message(arguments: list[str], capsys: pytest.
     assert arguments[0] in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("recurrence", list(demo.RECURRENCES))
+def test_random_inputs_fit_the_layer_that_is_timed(recurrence: str) -> None:
+    layer, replay = demo.RECURRENCES[recurrence][3], replayssm.ReplaySpec()
+    pool, cursors = replayssm.make_pool(layer, replay, 1), replayssm.make_cursors(replay, 1)
+    inputs = demo.random_inputs(layer, 1, torch.device("cpu"))
+    out = replayssm.step(pool, cursors, inputs, cache_indices=torch.zeros(1, dtype=torch.int32))
+    assert out.isfinite().all()
+
+
 @pytest.mark.gpu
-def test_kernel_times_are_printed_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    demo.report_kernel(torch.device("cuda"), rows=64)
+@pytest.mark.parametrize("recurrence", list(demo.RECURRENCES))
+def test_kernel_times_are_printed_on_a_gpu(recurrence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    demo.report_kernel(torch.device("cuda"), recurrence=recurrence, rows=64)
     times = [float(time) for time in re.findall(r"([\d.]+) us", capsys.readouterr().out)]
     assert len(times) == 3
     reading, folding, limit = times

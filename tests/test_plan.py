@@ -1,6 +1,6 @@
 """A plan names one kernel: it exists for every layer that kernels cover, fits the GPU, and differs where they differ.
 
-Grid: the Mamba-2 layers of every released model and every odd geometry of `helpers.cases`, batches of 1 to 4096, all
+Grid: the layers of every released model and every odd geometry of `helpers.cases`, batches of 1 to 4096, all
 architectures. A key whose text does not tell two kernels apart would load one for the other from the disk cache.
 """
 
@@ -14,17 +14,34 @@ import pytest
 import torch
 
 from cute_kernels.arch import ARCHES, Arch, arch_of_capability
-from cute_kernels.configs import Mamba2Options, RowOptions, StepConfig, StepKey, Tile, invalid_reason, is_valid
+from cute_kernels.configs import (
+    GdnOptions,
+    KdaOptions,
+    Mamba2Options,
+    Options,
+    RowOptions,
+    StepConfig,
+    StepKey,
+    Tile,
+    invalid_reason,
+    is_valid,
+)
 from replayssm import LayerSpec, Plan, ReplaySpec, plan_step
+from replayssm.spec import Recurrence
 from tests.helpers.cases import ODD, RELEASED, Case, pick
+from tests.helpers.draw import KERNELS
 
-LAYER, REPLAY, OPTIONS = LayerSpec("mamba2", 8, 2, 64, 128), ReplaySpec(), Mamba2Options()
+LAYER, REPLAY = LayerSpec("mamba2", 8, 2, 64, 128), ReplaySpec()
+OPTIONS: dict[Recurrence, Options] = {
+    "mamba2": Mamba2Options(), "gdn": GdnOptions(0.125), "kda": KdaOptions(0.125)
+}  # fmt: skip
 BATCHES = (1, 2, 8, 32, 100, 256, 4096)
-CASES = [c for c in pick((*ODD, *RELEASED), recurrence="mamba2", num_tokens=1) if c.V in (64, 80, 128)]
+CASES = [c for c in pick((*ODD, *RELEASED), num_tokens=1) if c.V in (64, 80, 128) and c.recurrence in KERNELS]
+each_kernel = pytest.mark.parametrize("kind", KERNELS)
 
 
-def plan(layer: LayerSpec = LAYER, replay: ReplaySpec = REPLAY, options: Mamba2Options = OPTIONS, **more: Any) -> Plan:
-    return plan_step(layer, replay, options, **({"arch": "sm_90a", "batch": 8} | more))
+def plan(layer: LayerSpec = LAYER, replay: ReplaySpec = REPLAY, options: Options | None = None, **more: Any) -> Plan:
+    return plan_step(layer, replay, options or OPTIONS[layer.recurrence], **({"arch": "sm_90a", "batch": 8} | more))
 
 
 @pytest.mark.parametrize("arch", ARCHES)
@@ -41,12 +58,16 @@ def test_every_covered_layer_has_a_plan_that_fits(case: Case, arch: str) -> None
         assert (key.window, key.ring_capacity) == (case.window, case.replay.ring_capacity)
         assert f"torch.{key.checkpoint_dtype}" == str(case.checkpoint)
         assert f"torch.{key.activation_dtype}" == str(case.activation)
+        assert f"torch.{key.record_dtype}" == str(case.value_dtype or case.activation)
+        assert f"torch.{key.decay_dtype}" == str(case.decay_dtype)
 
 
-def test_heads_from_1_to_256_and_any_ratio_have_a_plan() -> None:
+@each_kernel
+def test_heads_from_1_to_256_and_any_ratio_have_a_plan(kind: Recurrence) -> None:
+    """Ratios of 1, of 3 (48 heads on 16, on which others hang) and of all heads to one."""
     for heads in range(1, 257):
-        for groups in {1, heads}:
-            plan(replace(LAYER, num_v_heads=heads, num_k_heads=groups))
+        for groups in {1, heads, heads // 3 if heads % 3 == 0 else 1}:
+            plan(replace(LAYER, recurrence=kind, num_v_heads=heads, num_k_heads=groups))
 
 
 def test_an_explicit_config_is_taken_as_it_is() -> None:
@@ -65,14 +86,22 @@ def test_an_explicit_config_is_taken_as_it_is() -> None:
         ({"d_state": 96}, ("d_state", "64, 128 and 256", "96")),
         ({"d_state": 512}, ("d_state", "512")),
         ({"num_v_heads": 258}, ("num_v_heads", "1 to 256", "258")),
-        ({"recurrence": "gdn"}, ("recurrence", "mamba2", "'gdn'", "CPU")),
-        ({"recurrence": "kda"}, ("recurrence", "mamba2", "'kda'", "CPU")),
     ],
 )
-def test_what_no_kernel_covers_is_named(changes: dict[str, Any], words: tuple[str, ...]) -> None:
+@each_kernel
+def test_what_no_kernel_covers_is_named(kind: Recurrence, changes: dict[str, Any], words: tuple[str, ...]) -> None:
     with pytest.raises(NotImplementedError) as caught:
-        plan(replace(LAYER, **changes))
+        plan(replace(LAYER, recurrence=kind, **changes))
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_options_of_another_layer_are_refused(kind: Recurrence) -> None:
+    for other, options in OPTIONS.items():
+        if other != kind:
+            expected = f"options: expected {type(OPTIONS[kind]).__name__}, got {type(options).__name__}"
+            with pytest.raises(TypeError, match=expected):
+                plan(replace(LAYER, recurrence=kind), options=options)
 
 
 @pytest.mark.parametrize("split", [3, 64, 128])
@@ -91,34 +120,43 @@ def test_a_tile_that_does_not_fit_is_named() -> None:
     assert all(word in reason for word in ("shared memory", str(small.smem_bytes), "split"))
 
 
-def test_a_plan_is_a_value() -> None:
-    assert plan() is plan()
-    assert eval(repr(plan()), vars(dataclasses) | {t.__name__: t for t in KEY_TYPES}) == plan()
+@each_kernel
+def test_a_plan_is_a_value(kind: Recurrence) -> None:
+    layer = replace(LAYER, recurrence=kind)
+    assert plan(layer) is plan(layer)
+    assert eval(repr(plan(layer)), vars(dataclasses) | {t.__name__: t for t in KEY_TYPES}) == plan(layer)
 
 
-KEY_TYPES = (Plan, StepKey, StepConfig, Mamba2Options, RowOptions)
+KEY_TYPES = (Plan, StepKey, StepConfig, RowOptions, *map(type, OPTIONS.values()))
 OTHER: dict[str, Any] = {
     "num_v_heads": 16, "num_k_heads": 4, "head_dim": 80, "d_state": 256, "window": 8, "ring_capacity": 40,
     "ring_layout": "head_major", "checkpoint_dtype": "bfloat16", "activation_dtype": "float16",
-    "options.dt_dtype": "float32", "options.D_dtype": "float32", "options.has_z": True,
-    "options.dt_bias_dtype": "bfloat16", "options.dt_softplus": True, "config.split": 4, "rows.index_dtype": "int64",
-    "rows.has_force_fold": True, "rows.pdl": True,
+    "value_dtype": "float32", "decay_dtype": "bfloat16", "config.split": 4, "config.fold_values": 8,
+    "rows.index_dtype": "int64", "rows.has_force_fold": True, "rows.pdl": True,
+}  # fmt: skip
+OTHER_OPTIONS: dict[Recurrence, dict[str, Any]] = {
+    "mamba2": {"dt_dtype": "float32", "D_dtype": "float32", "has_z": True, "dt_bias_dtype": "bfloat16",
+               "dt_softplus": True},
+    "gdn": {"scale": 0.25, "a_dtype": "float32", "b_dtype": "float32", "l2norm_eps": None, "round_beta": True},
+    "kda": {"scale": 0.25, "g_dtype": "float32", "beta_dtype": "float32", "lower_bound": -5.0, "l2norm_eps": None},
 }  # fmt: skip
 
 
-def test_every_field_of_a_key_tells_kernels_apart() -> None:
+@each_kernel
+def test_every_field_of_a_key_tells_kernels_apart(kind: Recurrence) -> None:
     """A dtype, an option or a layout that the text leaves out loads a kernel that reinterprets its inputs."""
-    key = plan().key
+    key = plan(replace(LAYER, recurrence=kind)).key
+    others = OTHER | {f"options.{name}": value for name, value in OTHER_OPTIONS[kind].items()}
     texts = {repr(key)}
-    for name, value in OTHER.items():
+    for name, value in others.items():
         outer, _, inner = name.rpartition(".")
         change = {outer: replace(getattr(key, outer), **{inner: value})} if outer else {inner: value}
         texts.add(repr(replace(key, **change)))
-    assert len(texts) == 1 + len(OTHER)
+    assert len(texts) == 1 + len(others)
     fields = {f.name for f in dataclasses.fields(StepKey)} - {"options", "config", "rows"}
-    for part in ("options", "rows"):
+    for part in ("options", "config", "rows"):
         fields |= {f"{part}.{f.name}" for f in dataclasses.fields(getattr(key, part))}
-    assert fields <= set(OTHER), "a field of the key is missing from this table"
+    assert fields == set(others), "a field of the key is missing from this table"
 
 
 def test_an_architecture_for_each_capability() -> None:

@@ -1,1 +1,1 @@
-"""One file per host framework; each imports its host only inside functions."""
+"""The files of a host framework begin with its name; each imports its host only inside functions."""

@@ -14,17 +14,18 @@ import json
 import re
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import cutlass
+import torch
 from cutlass.base_dsl import compiler
 
 from cute_kernels import commit, probes, step
 from cute_kernels.arch import ARCHES
 from cute_kernels.compile import compile_only
-from cute_kernels.configs import Mamba2Options, RowOptions
+from cute_kernels.configs import GdnOptions, KdaOptions, Mamba2Options, Options, RowOptions
 from replayssm import plan_step
 from tests.helpers.cases import ODD, RELEASED, Case
 from tests.helpers.cubin import resources
@@ -44,7 +45,7 @@ class Kernel:
     arguments: Callable[[str], tuple[Any, ...]]
 
 
-def _step(case: Case, options: Mamba2Options = LAYER, **how: Any) -> Kernel:
+def _step(case: Case, options: Options = LAYER, **how: Any) -> Kernel:
     def arguments(arch: str) -> tuple[Any, ...]:
         return step.fake_arguments(plan_step(case.layer, case.replay, options, arch=arch, batch=64, **how).key)
 
@@ -53,7 +54,8 @@ def _step(case: Case, options: Mamba2Options = LAYER, **how: Any) -> Kernel:
 
 def _kernels() -> dict[str, Kernel]:
     """Steps of released models with each dtype of checkpoint and each head_dim and d_state that they have, a step with
-    everything that is optional, one of d_state 64 and one of full precision; both commits; the probes."""
+    everything that is optional, one of d_state 64 and one of full precision; of each delta rule the layer with the most
+    heads with both dtypes of checkpoint in use, and an odd one; both commits; the probes."""
     by_id = {case.id: case for case in (*RELEASED, *ODD)}
     steps = [
         "mamba2-HV128-G8-V64-K128-L16-T1-bf16-fp32",
@@ -69,6 +71,15 @@ def _kernels() -> dict[str, Kernel]:
     kernels["step-HV7-G7-V64-K128-L3-T1-fp32-fp32-all"] = _step(
         by_id["mamba2-HV7-G7-V64-K128-L3-T1-fp32-fp32"], full, **everything
     )
+    odd = "HV2-HK2-V80-K64-L7-T1-fp32-bf16"
+    for layer, some, most in (
+        ("gdn-HV64-HK16", GdnOptions(128**-0.5), GdnOptions(0.5, "float32", "float32", round_beta=True)),
+        ("kda-HV96-HK96", KdaOptions(128**-0.5, lower_bound=-5.0), KdaOptions(0.5, "float32", "float32")),
+    ):
+        case, kind = by_id[f"{layer}-V128-K128-L16-T1-bf16-fp32"], layer[:3]
+        kernels[f"step-{case.id}"] = _step(case, some)
+        kernels[f"step-{case.id[:-4]}bf16"] = _step(replace(case, checkpoint=torch.bfloat16), some)
+        kernels[f"step-{kind}-{odd}-all"] = _step(by_id[f"{kind}-{odd}"], most, **everything)
     for name, key in {
         "commit-L16-T1": commit.CommitKey(16, 1),
         "commit-L16-T4-all": commit.CommitKey(16, 4, "int64", True, True),

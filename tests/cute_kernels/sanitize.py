@@ -16,6 +16,7 @@ from dataclasses import replace
 import torch
 
 from cute_kernels.configs import StepConfig
+from tests.helpers.draw import BASES
 from tests.helpers.oracle import BARE, BASE, F32, Scene, Work, busy_scene
 
 HALF = torch.float16
@@ -32,6 +33,17 @@ STEPS: dict[str, tuple[Scene, dict[str, object]]] = {
     "window 64, strided rings": (busy_scene(replace(BASE, window=64), ring_layout="strided"), {}),
     "window 1, head-major rings": (busy_scene(replace(BASE, window=1), ring_layout="head_major"), {}),
     "head_dim 80, d_state 256": (busy_scene(replace(BASE, V=80, K=256)), {}),
+    **{
+        f"{kind}{name}": (busy_scene(replace(case, **change)), options)
+        for kind, case in BASES.items()
+        if kind != "mamba2"
+        for name, change, options in (
+            ("", {}, {}),
+            (", fp32", {"activation": F32}, {}),
+            (", two CTAs a head, window 33", {"window": 33, "checkpoint": HALF}, {"config": StepConfig(split=2)}),
+            (", float records", {"value_dtype": F32}, {"pdl": True}),
+        )
+    },
 }
 
 

@@ -10,6 +10,7 @@ import hashlib
 import threading
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,12 @@ import replayssm
 from cute_kernels import commit
 from cute_kernels import compile as cache
 from cute_kernels.arch import arch_of_capability
-from cute_kernels.configs import Mamba2Options, RowOptions
+from cute_kernels.configs import RowOptions
 from replayssm import plan_step
 from replayssm.launch import options_of
-from tests.helpers.oracle import BASE, busy_scene
+from replayssm.spec import Recurrence
+from tests.helpers.draw import BASES, KERNELS
+from tests.helpers.oracle import busy_scene
 
 ARCH = "sm_90a"
 arguments = functools.partial(commit.fake_arguments, commit.CommitKey(window=5, num_draft=1))
@@ -259,33 +262,57 @@ def test_where_the_cache_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 # Warmup.
 
 
-def test_warmup_compiles_what_a_step_will_ask_for(stub: Stub) -> None:
-    inputs = busy_scene(BASE).on("cpu").inputs
-    options = options_of(inputs)
-    plans = replayssm.warmup(BASE.layer, BASE.replay, options, arch=ARCH, batches=(1, 8, 256))
+each_kernel = pytest.mark.parametrize("kind", KERNELS)
+
+
+@each_kernel
+def test_warmup_compiles_what_a_step_will_ask_for(kind: Recurrence, stub: Stub) -> None:
+    base = BASES[kind]
+    options = options_of(busy_scene(base).on("cpu").inputs)
+    plans = replayssm.warmup(base.layer, base.replay, options, arch=ARCH, batches=(1, 8, 256))
     assert stub.calls == len(plans) + 2  # a commit for each index dtype
     for batch in (1, 8, 256):
         for index_dtype in ("int32", "int64"):
             rows = RowOptions(index_dtype)
-            assert plan_step(BASE.layer, BASE.replay, options, arch=ARCH, batch=batch, rows=rows) in plans
+            assert plan_step(base.layer, base.replay, options, arch=ARCH, batch=batch, rows=rows) in plans
     assert len({plan.key for plan in plans}) == len(plans)
-    replayssm.warmup(BASE.layer, BASE.replay, options, arch=ARCH, batches=(1, 8, 256))
+    replayssm.warmup(base.layer, base.replay, options, arch=ARCH, batches=(1, 8, 256))
     assert stub.calls == len(plans) + 2
 
 
-def test_warmup_refuses_what_no_kernel_covers(stub: Stub) -> None:
-    layer = replayssm.LayerSpec("gdn", 4, 2, 64, 64)
-    with pytest.raises(NotImplementedError, match="recurrence"):
-        replayssm.warmup(layer, BASE.replay, Mamba2Options(), arch=ARCH)
+OTHER_POOL = pytest.mark.xfail(reason="warmup plans for record-major pools, KDA's are head-major", strict=True)
+
+
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=[OTHER_POOL] if k == "kda" else []) for k in KERNELS])
+def test_warmup_is_for_the_pools_that_make_pool_makes(kind: Recurrence, stub: Stub) -> None:
+    base = BASES[kind]
+    options = options_of(busy_scene(base).on("cpu").inputs)
+    plans = replayssm.warmup(base.layer, base.replay, options, arch=ARCH)
+    pool = replayssm.make_pool(base.layer, base.replay, 1)
+    assert {plan.key.ring_layout for plan in plans} == {pool.ring_layout}
+
+
+@each_kernel
+def test_warmup_refuses_what_no_kernel_covers(kind: Recurrence, stub: Stub) -> None:
+    """A geometry without a kernel, and the options of another layer."""
+    base = BASES[kind]
+    options = {other: options_of(busy_scene(BASES[other]).on("cpu").inputs) for other in KERNELS}
+    with pytest.raises(NotImplementedError, match="head_dim"):
+        replayssm.warmup(replace(base.layer, head_dim=48), base.replay, options[kind], arch=ARCH)
+    for other in KERNELS:
+        if other != kind:
+            with pytest.raises(TypeError, match="options"):
+                replayssm.warmup(base.layer, base.replay, options[other], arch=ARCH)
     assert stub.calls == 0
 
 
 @pytest.mark.gpu
-def test_after_warmup_a_decode_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    work = busy_scene(BASE, forced=None).on("cuda")
+@each_kernel
+def test_after_warmup_a_decode_compiles_nothing(kind: Recurrence, monkeypatch: pytest.MonkeyPatch) -> None:
+    work = busy_scene(BASES[kind], forced=None).on("cuda")
     arch = arch_of_capability(torch.cuda.get_device_capability()).name
     options = options_of(work.inputs)
-    replayssm.warmup(BASE.layer, work.pool.replay, options, arch=arch, batches=(9,), index_dtypes=("int64",))
+    replayssm.warmup(work.pool.layer, work.pool.replay, options, arch=arch, batches=(9,), index_dtypes=("int64",))
     monkeypatch.setattr(cache, "compile_only", lambda *_: pytest.fail("compiled during the decode"))
     work.step()
     work.commit()

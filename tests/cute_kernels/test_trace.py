@@ -1,9 +1,11 @@
 """Every kind of kernel compiles for every architecture, within its registers and shared memory, and spills nothing.
 
 No GPU is needed: the compiler brings its own assembler, and registers and stack frames stand in the cubin
-(`helpers.cubin`). Grid: nine step kernels for each of the three architectures, in which every dtype of checkpoint and
-activations, every head_dim, d_state and extreme window, and every option, on and off, occurs at least once; the
-pairings differ from one architecture to the next. With a commit kernel for each architecture that makes 30.
+(`helpers.cubin`). Grid: nine step kernels for each recurrence and each of the three architectures, in which every dtype
+of checkpoint and activations, every head_dim, d_state and extreme window, and every option, on and off, occurs at least
+once; the pairings differ from one architecture to the next. A commit kernel for each architecture. Of the released
+layers with a delta rule, whose tile differs by the dtype of the checkpoint alone, each ratio of heads with each dtype
+on one of the architectures.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import functools
 import re
 import struct
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -25,14 +28,16 @@ from cutlass.base_dsl import compiler
 from cute_kernels import commit, step
 from cute_kernels.arch import ARCHES
 from cute_kernels.compile import compile_only
-from cute_kernels.configs import Mamba2Options, RowOptions, StepKey, Tile
+from cute_kernels.configs import THREADS, GdnOptions, KdaOptions, Mamba2Options, Options, RowOptions, StepKey, Tile
 from replayssm import LayerSpec, ReplaySpec, plan_step
+from replayssm.spec import Recurrence
+from tests.helpers.cases import RELEASED, Case, pick
 from tests.helpers.cubin import FRAME, REGISTERS, Resources, resources
 
-# A multiprocessor has 65536 registers and a CTA 128 threads: with 128 registers a thread four CTAs share one, so that
-# the copies of three tiles are in flight while the fourth is multiplied.
-MAX_REGISTERS = 128
 MAX_REGISTERS_COMMIT = 32
+# A CTA has 128 threads: with 128 registers a thread four CTAs share a multiprocessor, so that the copies of three tiles
+# are in flight while the fourth is multiplied.
+MULTIPROCESSOR = {"registers": 65536, "shared_bytes": 228 * 1024, "reserved_bytes": 1024}  # of each architecture here
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NAMES = ("float32", "bfloat16", "float16")
 HEAD_DIMS, STATES, WINDOWS = (64, 80, 128), (64, 128, 256), (16, 1, 64)
@@ -40,7 +45,44 @@ HEADS = ((8, 2), (48, 16), (3, 3))
 LAYOUTS = ("record_major", "head_major", "strided")
 
 
-def key_of(arch: str, number: int) -> StepKey:
+def mamba2_options(act: str, on: list[bool], number: int) -> Options:
+    return Mamba2Options(
+        dt_dtype=act if on[0] else "float32",
+        D_dtype="float32" if on[1] else None,
+        has_z=on[2],
+        dt_bias_dtype=(act if number % 4 < 2 else "float32") if on[3] else None,
+        dt_softplus=number % 3 != 0,
+    )
+
+
+def gdn_options(act: str, on: list[bool], number: int) -> Options:
+    return GdnOptions(
+        scale=0.125,
+        a_dtype=act if on[0] else "float32",
+        b_dtype=act if on[1] else "float32",
+        l2norm_eps=1e-6 if number % 3 else None,
+        round_beta=on[2],
+    )
+
+
+def kda_options(act: str, on: list[bool], number: int) -> Options:
+    return KdaOptions(
+        scale=0.125,
+        g_dtype=act if on[0] else "float32",
+        beta_dtype=act if on[1] else "float32",
+        lower_bound=-5.0 if on[2] else None,
+        l2norm_eps=1e-6 if number % 3 else None,
+    )
+
+
+OPTIONS: dict[Recurrence, Callable[[str, list[bool], int], Options]] = {
+    "mamba2": mamba2_options,
+    "gdn": gdn_options,
+    "kda": kda_options,
+}
+
+
+def key_of(arch: str, number: int, kind: Recurrence = "mamba2") -> StepKey:
     """Kernel `number` of 9. Dtypes, head_dim and d_state are the columns of an orthogonal array, in which every two
     hold every pair of values; the rest cycles against them, and the architecture shifts them."""
     shift = list(ARCHES).index(arch)
@@ -48,17 +90,17 @@ def key_of(arch: str, number: int) -> StepKey:
     checkpoint, activation, head_dim, d_state = a, b, (a + b + shift) % 3, (a + 2 * b + shift) % 3
     heads, groups = HEADS[(a + shift) % 3]
     act, on = NAMES[activation], [(number + shift + i) % 2 == 0 for i in range(6)]
-    options = Mamba2Options(
-        dt_dtype=act if on[0] else "float32",
-        D_dtype="float32" if on[1] else None,
-        has_z=on[2],
-        dt_bias_dtype=(act if number % 4 < 2 else "float32") if on[3] else None,
-        dt_softplus=number % 3 != 0,
-    )
+    window, dtypes = WINDOWS[(a * a + b + 2 * shift) % 3], (DTYPES[checkpoint], DTYPES[activation])
     return plan_step(
-        LayerSpec("mamba2", heads, groups, HEAD_DIMS[head_dim], STATES[d_state]),
-        ReplaySpec(WINDOWS[(a * a + b + 2 * shift) % 3], 1, DTYPES[checkpoint], DTYPES[activation]),
-        options,
+        LayerSpec(kind, heads, groups, HEAD_DIMS[head_dim], STATES[d_state]),
+        ReplaySpec(
+            window,
+            1,
+            *dtypes,
+            value_dtype=torch.float32 if kind != "mamba2" and number % 4 == 1 else None,
+            decay_dtype=torch.bfloat16 if kind == "kda" and number % 3 == 1 else torch.float32,
+        ),
+        OPTIONS[kind](act, on, number),
         arch=arch,
         batch=(1, 256)[b % 2],
         rows=RowOptions(("int32", "int64")[on[4]], on[5], number in (1, 5, 6)),
@@ -66,7 +108,7 @@ def key_of(arch: str, number: int) -> StepKey:
     ).key
 
 
-KERNELS = [(arch, number) for arch in ARCHES for number in range(9)]
+KERNELS = [(kind, arch, number) for kind in OPTIONS for arch in ARCHES for number in range(9)]
 ptxas = compiler.PtxasOptions
 
 
@@ -90,11 +132,54 @@ def faults(ptx: str, used: dict[str, Resources], arch: str, max_registers: int) 
     return found
 
 
-@pytest.mark.parametrize(("arch", "number"), KERNELS)
-def test_a_step_compiles_within_its_budget(arch: str, number: int, tmp_path: Path) -> None:
-    key = key_of(arch, number)
+def released_keys(arch: str) -> list[StepKey]:
+    """Of the released layers with a delta rule: each ratio of heads with one dtype of the checkpoint, and over the
+    architectures with each."""
+    cases = pick(RELEASED, recurrence="gdn", num_tokens=1) + pick(RELEASED, recurrence="kda", num_tokens=1)
+    ratios: dict[tuple[str, int], Case] = {(case.recurrence, case.HV // case.HK): case for case in cases}
+    made = {"gdn": GdnOptions(0.0625), "kda": KdaOptions(0.0625, lower_bound=-5.0)}
+    return [
+        plan_step(
+            case.layer,
+            replace(case.replay, checkpoint_dtype=DTYPES[(i + list(ARCHES).index(arch)) % 3]),
+            made[kind],
+            arch=arch,
+            batch=64,
+        ).key
+        for i, ((kind, _), case) in enumerate(sorted(ratios.items()))
+    ]
+
+
+@pytest.mark.parametrize(("arch", "number"), [(arch, i) for arch in ARCHES for i in range(len(released_keys(arch)))])
+def test_a_released_layer_compiles_within_its_budget(arch: str, number: int, tmp_path: Path) -> None:
+    check_step(released_keys(arch)[number], arch, tmp_path)
+
+
+def test_released_layers_have_every_ratio_and_dtype() -> None:
+    keys = [key for arch in ARCHES for key in released_keys(arch)]
+    ratios = {(type(key.options), key.num_v_heads // key.num_k_heads) for key in keys}
+    assert ratios == {(GdnOptions, ratio) for ratio in (1, 2, 3, 4)} | {(KdaOptions, 1)}
+    assert {(key.head_dim, key.d_state) for key in keys} == {(128, 128)}
+    assert {key.checkpoint_dtype for key in keys} == set(NAMES)
+
+
+@pytest.mark.parametrize(("kind", "arch", "number"), KERNELS)
+def test_a_step_compiles_within_its_budget(kind: Recurrence, arch: str, number: int, tmp_path: Path) -> None:
+    # A delta rule keeps two probes, and by channel a decay of each record: in these odd geometries three CTAs will do.
+    check_step(key_of(arch, number, kind), arch, tmp_path, ctas=4 if kind == "mamba2" else 3)
+
+
+def max_registers(key: StepKey, ctas: int) -> int:
+    """What lets so many CTAs share a multiprocessor, or as many as a delta rule's shared memory lets, if fewer."""
+    if not isinstance(key.options, Mamba2Options):
+        room = MULTIPROCESSOR["shared_bytes"] // (Tile.of(key).smem_bytes + MULTIPROCESSOR["reserved_bytes"])
+        ctas = min(ctas, room)
+    return MULTIPROCESSOR["registers"] // (ctas * THREADS) // 8 * 8
+
+
+def check_step(key: StepKey, arch: str, tmp_path: Path, *, ctas: int = 4) -> None:
     ptx, used = assemble(step.step_launch, functools.partial(step.fake_arguments, key), arch, tmp_path)
-    assert faults(ptx, used, arch, MAX_REGISTERS) == [], key
+    assert faults(ptx, used, arch, max_registers(key, ctas)) == [], key
     assert Tile.of(key).smem_bytes <= ARCHES[arch].smem_bytes
     # The checkpoint comes by bulk copies and leaves by 16-byte stores; records and tokens come by 16-byte loads.
     assert "cp.async.bulk" in ptx
@@ -108,25 +193,40 @@ def values(key: StepKey) -> set[tuple[str, object]]:
     """Each part of a key that a kernel may depend on."""
     found: set[tuple[str, object]] = {
         (name, getattr(key, name))
-        for name in ("head_dim", "d_state", "window", "checkpoint_dtype", "activation_dtype", "ring_layout")
-    }
+        for name in (
+            "head_dim", "d_state", "window", "checkpoint_dtype", "activation_dtype", "ring_layout", "value_dtype",
+            "decay_dtype",
+        )
+    }  # fmt: skip
     for part in (key.options, key.rows):
         found |= {(f.name, getattr(part, f.name) is not None and getattr(part, f.name)) for f in fields(part)}
     return found
 
 
+OPTION_VALUES: dict[Recurrence, set[tuple[str, object]]] = {
+    "mamba2": {(name, on) for name in ("has_z", "dt_softplus") for on in (False, True)}
+    | {("D_dtype", False), ("D_dtype", "float32"), ("dt_bias_dtype", False), ("dt_dtype", "float32")},
+    "gdn": {("round_beta", False), ("round_beta", True), ("l2norm_eps", False), ("l2norm_eps", 1e-6)}
+    | {(name, dtype) for name in ("a_dtype", "b_dtype") for dtype in NAMES}
+    | {("value_dtype", None), ("value_dtype", "float32")},
+    "kda": {("lower_bound", False), ("lower_bound", -5.0), ("l2norm_eps", False), ("l2norm_eps", 1e-6)}
+    | {(name, dtype) for name in ("g_dtype", "beta_dtype") for dtype in NAMES}
+    | {("value_dtype", None), ("value_dtype", "float32"), ("decay_dtype", "float32"), ("decay_dtype", "bfloat16")},
+}
+
+
 @pytest.mark.parametrize("arch", ARCHES)
-def test_the_grid_holds_every_value(arch: str) -> None:
-    held = set().union(*(values(key_of(arch, number)) for number in range(9)))
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_the_grid_holds_every_value(kind: Recurrence, arch: str) -> None:
+    held = set().union(*(values(key_of(arch, number, kind)) for number in range(9)))
     wanted = {("head_dim", v) for v in HEAD_DIMS} | {("d_state", v) for v in STATES} | {("window", v) for v in WINDOWS}
     wanted |= {(name, dtype) for name in ("checkpoint_dtype", "activation_dtype") for dtype in NAMES}
     wanted |= {("ring_layout", v) for v in LAYOUTS} | {("index_dtype", v) for v in ("int32", "int64")}
-    wanted |= {(name, on) for name in ("has_z", "dt_softplus", "has_force_fold", "pdl") for on in (False, True)}
-    wanted |= {("D_dtype", False), ("D_dtype", "float32"), ("dt_bias_dtype", False), ("dt_dtype", "float32")}
+    wanted |= {(name, on) for name in ("has_force_fold", "pdl") for on in (False, True)} | OPTION_VALUES[kind]
     assert wanted <= held, wanted - held
-    ratios = {key_of(arch, n).num_v_heads // key_of(arch, n).num_k_heads for n in range(9)}
+    ratios = {key_of(arch, n, kind).num_v_heads // key_of(arch, n, kind).num_k_heads for n in range(9)}
     assert {1, 3, 4} <= ratios
-    assert len({repr(key_of(a, n)) for a, n in KERNELS}) >= 25
+    assert len({repr(key_of(a, n, kind)) for a in ARCHES for n in range(9)}) >= 25
 
 
 @pytest.mark.parametrize("arch", ARCHES)
@@ -208,7 +308,7 @@ def test_a_file_without_resources_is_refused() -> None:
 
 
 def test_a_window_is_part_of_a_key() -> None:
-    """`replace` on a key gives another kernel: the grid above is not one kernel compiled 27 times."""
+    """`replace` on a key gives another kernel: the grid above is not one kernel compiled again and again."""
     key = key_of("sm_90a", 0)
     assert step.fake_arguments(key)[-2] is key
     assert replace(key, window=2) != key

@@ -5,7 +5,7 @@ Pick from it with `pick`; a test adds a case here rather than a geometry of its 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -29,14 +29,18 @@ class Case:
     T: int = 1
     activation: torch.dtype = torch.bfloat16
     checkpoint: torch.dtype = torch.float32
+    value_dtype: torch.dtype | None = None
+    decay_dtype: torch.dtype = torch.float32
 
     @property
     def id(self) -> str:
-        """E.g. mamba2-HV128-G8-V64-K128-L16-T1-bf16-fp32."""
+        """E.g. mamba2-HV128-G8-V64-K128-L16-T1-bf16-fp32; records of other dtypes than by default are named last."""
         groups = "G" if self.recurrence == "mamba2" else "HK"
         return (
             f"{self.recurrence}-HV{self.HV}-{groups}{self.HK}-V{self.V}-K{self.K}-L{self.window}-T{self.T}"
             f"-{_SHORT[self.activation]}-{_SHORT[self.checkpoint]}"
+            f"{f'-u{_SHORT[self.value_dtype]}' if self.value_dtype else ''}"
+            f"{'' if self.decay_dtype is torch.float32 else f'-g{_SHORT[self.decay_dtype]}'}"
         )
 
     @property
@@ -45,7 +49,14 @@ class Case:
 
     @property
     def replay(self) -> ReplaySpec:
-        return ReplaySpec(self.window, self.T, self.checkpoint, self.activation)
+        return ReplaySpec(
+            self.window,
+            self.T,
+            self.checkpoint,
+            self.activation,
+            value_dtype=self.value_dtype,
+            decay_dtype=self.decay_dtype,
+        )
 
 
 _FP32 = {"activation": torch.float32, "checkpoint": torch.float32}
@@ -61,6 +72,18 @@ SMALL = (
     Case("kda", 2, 2, 8, 16, window=4, **_FP32),
     Case("kda", 2, 2, 8, 16, window=8, T=3, **_FP32),
     Case("kda", 4, 4, 16, 32),
+)
+
+_DELTA_ODD = (
+    Case("gdn", 1, 1, 64, 128),
+    Case("gdn", 3, 1, 64, 64, window=5),
+    Case("gdn", 4, 4, 128, 128, window=1),
+    Case("gdn", 6, 2, 128, 128, window=2, checkpoint=torch.bfloat16),
+    Case("gdn", 4, 1, 128, 256, window=33, checkpoint=torch.float16),
+    Case("gdn", 8, 2, 64, 256, window=64, activation=torch.float16, checkpoint=torch.float16),
+    Case("gdn", 2, 2, 80, 64, window=7, activation=torch.float32, checkpoint=torch.bfloat16),
+    Case("gdn", 7, 7, 64, 128, window=3, **_FP32),
+    Case("gdn", 4, 2, 64, 64, window=6, value_dtype=torch.float32),
 )
 
 # Where a shortcut breaks: one head, a group a head, ratios and sizes that are no power of two, extreme windows,
@@ -83,6 +106,9 @@ ODD = (
     Case("kda", 3, 1, 8, 24, window=5, T=2, **_FP32),
     Case("kda", 1, 1, 16, 8, window=1),
     Case("kda", 2, 2, 16, 16, window=16, T=16, **_FP32),
+    *_DELTA_ODD,
+    *(replace(case, recurrence="kda") for case in _DELTA_ODD),
+    Case("kda", 2, 1, 128, 128, window=17, decay_dtype=torch.bfloat16),
 )
 
 

@@ -1,4 +1,4 @@
-"""Random Mamba-2 steps of one token, what each must give in float64, and what a run got wrong.
+"""Random steps of one token, of any recurrence, what each must give in float64, and what a run got wrong.
 
 A `Scene` says how many records each row has pending; `Scene.on` makes its tensors, the same numbers on every device.
 All that no output may depend on is NaN from the start: ring rows that are not pending, slots that no row uses, inputs
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,44 +21,32 @@ from torch import Tensor
 
 import replayssm
 from cute_kernels.configs import RingLayout
-from replayssm import Cursors, LayerSpec, Mamba2Inputs, Pool, ReplaySpec, make_pool
-from replayssm.pool import record_shapes
+from replayssm import Cursors, Pool, ReplaySpec
 from replayssm.reference import recurrence
 from replayssm.reference import replay as reference
-from tests.helpers.cases import ODD, Case
+from tests.helpers.cases import Case
+from tests.helpers.draw import (
+    ALL,
+    BARE,
+    BASE,
+    BASES,
+    F32,
+    F64,
+    AnyGiven,
+    Given,
+    make_inputs,
+    part,
+    per_token,
+    random_pool,
+    tensors_of,
+    tokens_of,
+)
 from tests.helpers.tolerance import excess, same_bytes
 
-F32, F64 = torch.float32, torch.float64
+__all__ = ["ALL", "BARE", "BASE", "BASES", "F32", "F64", "NAMES", "PAD", "Given", "Scene", "Trace", "Work",
+           "busy_counts", "busy_scene", "make_inputs", "mistakes", "per_token", "random_pool"]  # fmt: skip
 PAD = -1  # in `Scene.counts`: the row is padding
 NAMES = ("checkpoint", "value", "key", "decay")
-
-
-def _base() -> Case:
-    """The geometry of the behaviour tests: two groups of two heads, so that heads, groups and rows can be mixed up."""
-    case = next(c for c in ODD if c.recurrence == "mamba2" and (c.V, c.K, c.window) == (64, 64, 5))
-    return replace(case, HV=4, HK=2)
-
-
-BASE = _base()
-
-
-@dataclass(frozen=True)
-class Given:
-    """Which optional inputs a layer has, by dtype; `dt` is the activation dtype when None."""
-
-    D: torch.dtype | None = F32
-    z: bool = True
-    dt_bias: torch.dtype | None = F32
-    dt_softplus: bool = True
-    dt: torch.dtype | None = None
-
-    @property
-    def id(self) -> str:
-        present = [name for name in ("D", "z", "dt_bias", "dt_softplus") if getattr(self, name)]
-        return "+".join(present) or "none"
-
-
-ALL, BARE = Given(), Given(None, False, None, False)
 
 
 @dataclass(frozen=True)
@@ -68,7 +57,7 @@ class Scene:
         case: geometry, window and dtypes.
         counts: pending records of each row's slot, 0 to the window, or PAD.
         forced: rows that are asked to fold; None passes no mask at all.
-        given: the optional inputs.
+        given: the optional inputs; all that the recurrence has when None.
         starts: ring start of each row's slot; random when None.
         ring_layout: "strided" makes rings that are packed neither way.
         capacity: ring rows; one more than needed when 0.
@@ -79,7 +68,7 @@ class Scene:
     case: Case
     counts: tuple[int, ...]
     forced: tuple[int, ...] | None = ()
-    given: Given = ALL
+    given: AnyGiven | None = None
     starts: tuple[int, ...] | None = None
     ring_layout: RingLayout = "record_major"
     capacity: int = 0
@@ -121,7 +110,7 @@ class Work:
 
     pool: Pool
     cursors: Cursors
-    inputs: Mamba2Inputs
+    inputs: Any  # of the layer's type
     cache_indices: Tensor
     force_fold: Tensor | None = None
     pad_slot_id: int = -1
@@ -129,9 +118,7 @@ class Work:
     def to(self, device: torch.device) -> Work:
         """The same step in memory of its own, with the same strides, on a device."""
         tensors = {name: _like(getattr(self.pool, name), device) for name in NAMES}
-        inputs = self.inputs._replace(
-            **{n: _like(t, device) for n, t in self.inputs._asdict().items() if isinstance(t, Tensor)}
-        )
+        inputs = self.inputs._replace(**{n: _like(t, device) for n, t in tensors_of(self.inputs).items()})
         return replace(
             self,
             pool=Pool(self.pool.layer, self.pool.replay, **tensors),
@@ -190,64 +177,6 @@ def copy_cursors(cursors: Cursors, device: torch.device | None = None) -> Cursor
     return Cursors(cursors.replay, start, count)
 
 
-def random_pool(
-    layer: LayerSpec, replay: ReplaySpec, start: Tensor, count: Tensor, generator: torch.Generator, layout: RingLayout
-) -> Pool:
-    """A pool on the CPU with random states and records; NaN in all that is not pending, by `start` and `count`.
-
-    A slot with a negative count holds nothing but NaN.
-    """
-    slots, rows = len(start), torch.arange(replay.ring_capacity)
-    live = ((rows - start[:, None]) % replay.ring_capacity < count[:, None])[:, None]
-    pool = make_pool(layer, replay, slots, ring_layout="record_major" if layout == "strided" else layout)
-    if layout == "strided":
-        tensors = {
-            name: torch.zeros((slots, shape[0], shape[1] + 1, *shape[2:]), dtype=dtype)[:, :, : shape[1]]
-            for name, (shape, dtype) in record_shapes(layer, replay).items()
-            if name != "checkpoint"
-        }
-        pool = Pool(layer, replay, pool.checkpoint, **tensors)
-    pool.checkpoint.copy_(torch.randn(pool.checkpoint.shape, generator=generator))
-    pool.checkpoint[count < 0] = float("nan")
-    pool.value.copy_(torch.randn(pool.value.shape, generator=generator))
-    pool.key.copy_(torch.randn(pool.key.shape, generator=generator))
-    pool.decay.copy_(torch.rand(pool.decay.shape, generator=generator))
-    for ring in pool.tensors[1:]:
-        ring.masked_fill_(~(live[..., None] if ring.dim() == 4 else live), float("nan"))
-    return pool
-
-
-def make_inputs(case: Case, rows: int, generator: torch.Generator, given: Given = ALL) -> Mamba2Inputs:
-    """One random token a row, on the CPU; the rates of the heads run from a long memory to a short one."""
-    activation, heads = case.activation, case.HV
-
-    def normal(*shape: int, dtype: torch.dtype = activation) -> Tensor:
-        return torch.randn(shape, generator=generator).to(dtype)
-
-    dt = torch.randn(rows, 1, heads, generator=generator)
-    if not given.dt_softplus:  # it must not be negative, or the state grows
-        dt = dt.abs() / 4
-    bias = torch.linspace(-4.0, 0.5, heads) if given.dt_softplus else torch.linspace(0.0, 0.5, heads)
-    return Mamba2Inputs(
-        x=normal(rows, 1, heads, case.V),
-        dt=dt.to(given.dt or activation),
-        B=normal(rows, 1, case.HK, case.K),
-        C=normal(rows, 1, case.HK, case.K),
-        A=-torch.logspace(-1.5, 0.6, heads),
-        D=None if given.D is None else normal(heads, dtype=given.D),
-        z=normal(rows, 1, heads, case.V) if given.z else None,
-        dt_bias=None if given.dt_bias is None else bias.to(given.dt_bias),
-        dt_softplus=given.dt_softplus,
-    )
-
-
-def per_token(inputs: Mamba2Inputs, change: Callable[[Tensor], Tensor]) -> Mamba2Inputs:
-    """`change` applied to every tensor that has a row axis."""
-    return inputs._replace(
-        **{n: change(t) for n, t in inputs._asdict().items() if isinstance(t, Tensor) and t.dim() > 2}
-    )
-
-
 Change = Callable[[Work], object]
 
 
@@ -260,16 +189,17 @@ def mistakes(
 ) -> list[str]:
     """Run one step in place and say what is wrong with it; an empty list means nothing.
 
+    What is right is one step of the replay form in float64, and its error in float32 the measure.
+
     Args:
         before: a change to make between computing what is right and running the step; for teeth.
         after: a change to make to the work and the output once the step has run; for teeth.
         options: for `Work.step`.
     """
-    given, exact, twin = work.clone(), work.clone(), work.clone()
-    live, slots, folded, A = work.live, work.slots, work.fold_counts(), work.inputs.A
+    given, exact, twin = work.clone(), in_float64(work), work.clone()
+    live, slots, folding = work.live, work.slots, work.slots[work.fold_counts() > 0]
     places = (work.cursors.ring_start[slots] + work.cursors.num_committed[slots]) % work.pool.replay.ring_capacity
-    states = [reference.fold(given.pool, given.cursors, slots, folded, A=A, dtype=dtype) for dtype in (F64, F32)]
-    want = torch.empty(work.inputs.x.shape, dtype=F64, device=work.pool.device)
+    want = torch.empty(part(work.inputs, "value").shape, dtype=F64, device=work.pool.device)
     _reference_step(exact, want, F64)
     baseline = _reference_step(twin, None, F32)
     if before is not None:
@@ -280,11 +210,10 @@ def mistakes(
 
     findings = [] if bool((out[~live] == 0).all()) else ["output: padding rows are not zero"]
     findings += excess("output", out[live], baseline[live], want[live], keep=(0, 2))
-    folds = folded > 0
-    stored, kept = work.pool.checkpoint[slots[folds]], states[1][folds].to(work.pool.checkpoint.dtype)
-    findings += excess("checkpoint", stored, kept, states[0][folds], keep=(0, 1))
-    findings += _appended(work, given, slots, places.long())
-    given.pool.checkpoint[slots[folds]] = stored
+    states = [one.pool.checkpoint[folding] for one in (work, twin, exact)]
+    findings += excess("checkpoint", *states, keep=(0, 1))
+    findings += _appended((work, twin, exact), given, slots, places.long())
+    given.pool.checkpoint[folding] = states[0]
     for name in NAMES:
         if not same_bytes(getattr(work.pool, name), getattr(given.pool, name)):
             findings.append(f"{name}: bytes beside the appended records and the folded states changed")
@@ -307,18 +236,24 @@ def _reference_step(work: Work, out: Tensor | None, dtype: torch.dtype) -> Tenso
     )
 
 
-def _appended(work: Work, given: Work, slots: Tensor, places: Tensor) -> list[str]:
-    """x and B must arrive bit for bit, dt within its bound. Copies the appended records into `given`."""
-    findings, live = [], work.live
-    for name, wanted in (("value", work.inputs.x), ("key", work.inputs.B)):
-        got = getattr(work.pool, name)[slots, :, places]
-        if not same_bytes(got, wanted[live, 0]):
+def in_float64(work: Work) -> Work:
+    """The same step with float64 memory, which a real pool refuses: nothing is rounded where it is stored."""
+    pool: Any = SimpleNamespace(layer=work.pool.layer, replay=work.pool.replay)
+    vars(pool).update({name: getattr(work.pool, name).double() for name in NAMES})
+    return replace(work, pool=pool)
+
+
+def _appended(works: tuple[Work, Work, Work], given: Work, slots: Tensor, places: Tensor) -> list[str]:
+    """The appended records of (the run, the twin, float64): bit for bit where torch errs nothing, as where an input is
+    the record, else within the bound. Copies them into `given`."""
+    findings = []
+    for name in NAMES[1:]:
+        got, baseline, exact = (getattr(work.pool, name)[slots, :, places] for work in works)
+        if not torch.equal(baseline.double(), exact):
+            findings += excess(f"{name}: the appended record", got, baseline, exact, keep=(0, 1)[: got.dim() - 1])
+        elif not same_bytes(got, baseline):
             findings.append(f"{name}: the appended record is not the input")
         getattr(given.pool, name)[slots, :, places] = got
-    got = work.pool.decay[slots, :, places]
-    exact, twin = (recurrence.mamba2_dt(work.inputs, dtype)[live, 0] for dtype in (F64, F32))
-    findings += excess("decay: the appended record", got, twin, exact, keep=(0,))
-    given.pool.decay[slots, :, places] = got
     return findings
 
 
@@ -351,7 +286,8 @@ class Trace:
     def _state(self, work: Work) -> Tensor:
         """The float64 state of every slot that its checkpoint and records stand for."""
         count = work.cursors.num_committed[self.slots].long()
-        return reference.fold(work.pool, work.cursors, self.slots, count, A=work.inputs.A, dtype=F64)
+        A = getattr(work.inputs, "A", None)
+        return reference.fold(work.pool, work.cursors, self.slots, count, A=A, dtype=F64)
 
     def _draw(self, one_in: int) -> Tensor:
         return torch.randint(one_in, (len(self.slots),), generator=self.generator) == 0
@@ -363,10 +299,7 @@ class Trace:
         padding, forced, rejected = self._draw(4), self._draw(8), self._draw(3)
         inputs = make_inputs(self.case, rows, self.generator)
         inputs = per_token(inputs, lambda x: x.masked_fill(padding.view(-1, *[1] * (x.dim() - 1)), float("nan")))
-        inputs = inputs._replace(
-            A=self.work.inputs.A,
-            **{n: t.to(device) for n, t in inputs._asdict().items() if isinstance(t, Tensor) and n != "A"},
-        )
+        inputs = self.work.inputs._replace(**{n: t.to(device) for n, t in tokens_of(inputs).items()})
         indices = self.slots[order.to(device)].masked_fill(padding.to(device), -1)
         accepted = (~rejected).int().masked_fill(padding, torch.iinfo(torch.int32).max).to(device)
         for work in (self.work, self.twin):
@@ -389,7 +322,10 @@ class Trace:
         got, exact, twin = (torch.cat(self.outputs[name]) for name in ("got", "exact", "twin"))
         findings = excess("output", got, twin, exact, keep=(1,))
         states = self._state(self.work), self._state(self.twin)
-        findings += excess("state", *states, self.state, keep=(1,), dtype=self.case.checkpoint)
+        stored = [self.case.checkpoint, self.case.decay_dtype]
+        if self.case.recurrence != "mamba2":  # the records are no inputs, and rounded too
+            stored.append(self.case.activation)
+        findings += excess("state", *states, self.state, keep=(1,), dtype=min(stored, key=lambda dtype: dtype.itemsize))
         for name in ("ring_start", "num_committed"):
             if not torch.equal(getattr(self.work.cursors, name), getattr(self.twin.cursors, name)):
                 findings.append(f"{name}: not what the rule says")

@@ -4,15 +4,14 @@ Claims: greedy tokens are identical; logits differ from an fp64 run of the model
 what the model's own run in the same precision does; whatever else reads or rearranges the cache sees the true state;
 a new or reset cache starts clean; `disable` leaves no trace; bad requests are refused before anything changes.
 
-Grid: every supported model type at a window that wraps often (3); the two that matter most also at 1 (the plain
-recurrence) and 16 (the default), over 20 or 40 tokens, batch 3, left padding. The Mamba-2 parameters are drawn so that
-the state carries most of the output: with the initial dt of 0.001 to 0.1 a lost record would hardly show.
+Grid: every supported model type at a window that wraps often (3); one or two of each recurrence also at 1 (the plain
+recurrence) and 16 (the default), over 20 or 40 tokens, batch 3, left padding. What does not depend on the recurrence is
+shown on mamba2.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import sys
 from collections.abc import Callable
@@ -24,139 +23,38 @@ from torch import Tensor, nn
 
 import replayssm
 from replayssm.integrations.transformers import FAMILIES, disable, enable, layer_specs
+from replayssm.launch import options_of
 
-transformers = pytest.importorskip("transformers", minversion="5.17")
+pytest.importorskip("transformers", minversion="5.17")
+import transformers
 
-ROWS, PROMPT, VOCABULARY = 3, 9, 64
-SINGLE = (1,) * 40
-HYBRID = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 32, "num_hidden_layers": 3}
-IBM_MIXER = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_chunk_size": 8}
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "mamba2": (
-        "Mamba2",
-        {"num_heads": 4, "head_dim": 16, "state_size": 16, "n_groups": 2, "num_hidden_layers": 3, "chunk_size": 8},
-    ),
-    "nemotron_h": (
-        "NemotronH",
-        {
-            **{"hybrid_override_pattern": "M-M*ME", "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 16},
-            **{"n_groups": 2, "chunk_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16},
-            **{"intermediate_size": 32, "moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 16},
-            "n_routed_experts": 4,
-        },
-    ),
-    "bamba": ("Bamba", {**HYBRID, **IBM_MIXER, "attn_layer_indices": [1]}),
-    "granitemoehybrid": (
-        "GraniteMoeHybrid",
-        {
-            **HYBRID,
-            **IBM_MIXER,
-            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-            "shared_intermediate_size": 32,
-            "num_local_experts": 2,
-        },
-    ),
-    "zamba2": (
-        "Zamba2",
-        {
-            **HYBRID,
-            **{"n_mamba_heads": 4, "mamba_d_state": 16, "mamba_ngroups": 2, "chunk_size": 8, "num_key_value_heads": 2},
-            "layers_block_type": ["linear_attention", "hybrid", "linear_attention"],
-        },
-    ),
-    "falcon_h1": ("FalconH1", {**HYBRID, **IBM_MIXER, "mamba_d_ssm": 64, "ssm_in_multiplier": 0.7}),
-}
+from tests.integrations.tiny_models import (
+    MODELS,
+    PROMPT,
+    ROWS,
+    SINGLE,
+    assert_as_exact_as_the_model,
+    build,
+    cache_name,
+    error,
+    feed,
+    forward,
+    generate,
+    in_fp64,
+    mixers_of,
+    model_of,
+    tokens,
+)
 
-
-def build(kind: str, **changes: Any) -> Any:
-    name, sizes = MODELS[kind]
-    common = {"vocab_size": VOCABULARY, "hidden_size": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
-    config = getattr(transformers, f"{name}Config")(**{**common, **sizes, "initializer_range": 0.3, **changes})
-    torch.manual_seed(0)
-    model = getattr(transformers, f"{name}ForCausalLM")(config).eval().requires_grad_(False)
-    for mixer in model.modules():
-        if type(mixer).__name__ in FAMILIES:
-            mixer.A_log.uniform_(-4.0, 0.0)
-            mixer.dt_bias.normal_(-0.5, 0.5)
-            mixer.D.normal_()
-    return model
-
-
-def in_fp64(model: Any) -> Any:
-    model = copy.deepcopy(model).double()
-    model.set_experts_implementation("eager")
-    return model
-
-
-@functools.cache
-def model_of(kind: str) -> Any:
-    return build(kind)
+WINDOWED = ("mamba2", "nemotron_h", "qwen3_5", "kimi_linear")
+GRID = [*((kind, 3) for kind in MODELS), *((kind, window) for kind in WINDOWED for window in (1, 16))]
+each_recurrence = pytest.mark.parametrize("kind", ["mamba2", "qwen3_5", "kimi_linear"])
+each_delta = pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5", "kimi_linear"])
 
 
 @pytest.fixture
 def mamba2() -> Any:
     return build("mamba2")
-
-
-@functools.cache
-def tokens() -> tuple[Tensor, Tensor]:
-    """Token ids and mask of ROWS rows: a prompt of unequal lengths padded on the left, then what is decoded."""
-    ids = torch.randint(3, VOCABULARY, (ROWS, PROMPT + 64), generator=torch.Generator().manual_seed(1))
-    mask = torch.ones_like(ids)
-    for row, padding in enumerate((0, 4, 7)):
-        ids[row, :padding] = mask[row, :padding] = 0
-    return ids, mask
-
-
-def generate(model: Any, count: int = len(SINGLE), **options: Any) -> Tensor:
-    ids, mask = (t[:, :PROMPT].to(model.device) for t in tokens())
-    return model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=count, do_sample=False, **options)
-
-
-def cache_name(model: Any) -> str:
-    """What the forward of a model calls its cache: `cache` since transformers 5.24, one of two names before."""
-    forward = type(getattr(model, "_orig_mod", model)).forward  # torch.compile wraps the model
-    names = {"cache", "cache_params", "past_key_values"} & set(inspect.signature(forward).parameters)
-    assert len(names) == 1
-    return names.pop()
-
-
-def forward(model: Any, ids: Tensor, mask: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
-    name = cache_name(model)
-    result = model(input_ids=ids, attention_mask=mask, use_cache=True, logits_to_keep=ids.shape[1], **{name: cache})
-    return result.logits, result[name]
-
-
-def feed(model: Any, widths: tuple[int, ...], cache: Any = None, start: int = 0) -> tuple[Tensor, Any]:
-    """Logits of the given tokens, fed in forwards of the given widths; [rows, sum(widths), vocabulary]."""
-    logits = []
-    for width in widths:
-        ids, mask = (t.to(model.device) for t in tokens())
-        out, cache = forward(model, ids[:, start : start + width], mask[:, : start + width], cache)
-        logits.append(out)
-        start += width
-    return torch.cat(logits, dim=1), cache
-
-
-def error(logits: Tensor, truth: Tensor) -> float:
-    """Root of the mean square deviation over the tokens that are no padding; steadier than the largest one."""
-    mask = tokens()[1][:, : logits.shape[1]].bool().to(logits.device)
-    return (logits.double() - truth.to(logits.device))[mask].square().mean().sqrt().item()
-
-
-def assert_as_exact_as_the_model(model: Any, widths: tuple[int, ...], window: int) -> None:
-    truth, _ = feed(in_fp64(model), widths)
-    own, _ = feed(model, widths)
-    enable(model, window=window)
-    try:
-        ours, _ = feed(model, widths)
-    finally:
-        disable(model)
-    assert not torch.equal(ours, own), "the model's own decode step has run"
-    assert error(ours, truth) <= 1.5 * error(own, truth)
-
-
-GRID = [*((kind, 3) for kind in MODELS), ("mamba2", 1), ("mamba2", 16), ("nemotron_h", 1), ("nemotron_h", 16)]
 
 
 @pytest.mark.parametrize(("kind", "window"), GRID, ids=[f"{kind}-L{window}" for kind, window in GRID])
@@ -178,9 +76,22 @@ def test_logits_are_as_exact_as_the_models_own(kind: str, window: int) -> None:
     assert_as_exact_as_the_model(model_of(kind), (PROMPT, *SINGLE[: 40 if window == 16 else 20]), window)
 
 
+def test_rows_of_a_padded_batch_decode_as_they_do_alone() -> None:
+    model, (ids, mask) = build("qwen3_next"), (t[:, :PROMPT] for t in tokens())
+    together = generate(model, 20)[:, PROMPT:]
+    enable(model, window=3)
+    assert torch.equal(generate(model, 20)[:, PROMPT:], together)
+    for row, live in enumerate(mask.bool()):
+        alone = model.generate(ids[row : row + 1, live], max_new_tokens=20, do_sample=False)
+        assert torch.equal(alone[0, live.sum() :], together[row])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_models(dtype: torch.dtype) -> None:
-    assert_as_exact_as_the_model(copy.deepcopy(model_of("mamba2")).to(dtype), (PROMPT, *SINGLE), 5)
+@each_recurrence
+def test_low_precision_models(kind: str, dtype: torch.dtype) -> None:
+    """Without experts: one that is chosen differently would hide all else."""
+    model = build(kind, mlp_layer_types=["dense"] * 3) if kind == "kimi_linear" else copy.deepcopy(model_of(kind))
+    assert_as_exact_as_the_model(model.to(dtype), (PROMPT, *SINGLE), 5)
 
 
 def test_falcon_h1_with_its_gated_norm_at_batch_one() -> None:
@@ -198,6 +109,10 @@ def test_time_step_limits_act_as_in_the_models_own_decode(mamba2: Any) -> None:
     assert_as_exact_as_the_model(model, (PROMPT, *SINGLE), 3)
 
 
+def states_of(cache: Any) -> list[Tensor]:
+    return [layer.recurrent_states[0] for layer in cache.layers if hasattr(layer, "recurrent_states")]
+
+
 def test_checkpoint_dtype_is_the_dtype_of_the_cached_state(mamba2: Any) -> None:
     truth, _ = feed(in_fp64(mamba2), (PROMPT, *SINGLE))
     own, cache = feed(mamba2, (PROMPT,))
@@ -206,19 +121,76 @@ def test_checkpoint_dtype_is_the_dtype_of_the_cached_state(mamba2: Any) -> None:
     rounded = torch.cat([own, feed(mamba2, SINGLE, cache, PROMPT)[0]], dim=1)
     enable(mamba2, window=4, checkpoint_dtype=torch.bfloat16)
     ours, cache = feed(mamba2, (PROMPT, *SINGLE))
-    assert {layer.recurrent_states[0].dtype for layer in cache.layers} == {torch.bfloat16}
+    assert {state.dtype for state in states_of(cache)} == {torch.bfloat16}
     assert error(ours, truth) <= error(rounded, truth)
 
 
 def test_the_checkpoint_is_the_caches_own_tensor(mamba2: Any) -> None:
     enable(mamba2, window=4)
     _, cache = feed(mamba2, (PROMPT,))
-    before = [layer.recurrent_states[0].data_ptr() for layer in cache.layers]
+    before = [state.data_ptr() for state in states_of(cache)]
     _, cache = feed(mamba2, SINGLE, cache, PROMPT)
-    assert [layer.recurrent_states[0].data_ptr() for layer in cache.layers] == before
+    assert [state.data_ptr() for state in states_of(cache)] == before
 
 
-@pytest.mark.parametrize("kind", ["mamba2", "nemotron_h"])
+@each_delta
+def test_a_state_with_k_before_v_is_converted_once(kind: str) -> None:
+    model = build(kind)
+    enable(model, window=4)
+    _, cache = feed(model, (PROMPT, 1))
+    before = states_of(cache)
+    assert all(state.mT.is_contiguous() for state in before)
+    _, cache = feed(model, (5, 1, 1, 1, 1, 1), cache, PROMPT + 1)
+    pools = cache._replayssm_records.pools.values()
+    for state, then, pool in zip(states_of(cache), before, pools, strict=True):
+        assert state is then
+        assert pool.checkpoint.is_set_to(state.mT)
+
+
+@each_recurrence
+def test_the_cache_holds_what_the_models_own_decode_leaves_in_it(kind: str) -> None:
+    model = model_of(kind)
+    _, own = feed(model, (PROMPT, *SINGLE[:10]))
+    enable(model, window=4)
+    try:
+        _, ours = feed(model, (PROMPT, *SINGLE[:10]))
+        assert max(ours._replayssm_records.cursors.num_committed) > 0
+        for state, expected in zip(states_of(ours), states_of(own), strict=True):
+            assert (state.shape, state.dtype) == (expected.shape, expected.dtype)
+            assert (state - expected).norm() <= 1e-5 * expected.norm()
+    finally:
+        disable(model)
+    assert torch.equal(ours.layers[0].conv_states[0], own.layers[0].conv_states[0])
+
+
+def roll_heads(inputs: Any) -> Any:
+    return inputs._replace(v=inputs.v.roll(1, dims=2))
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "kimi_linear"])
+@pytest.mark.parametrize("fault", ["axes of the state", "order of the value heads", "norm of q and k", "decay"])
+def test_a_wrong_hand_over_is_noticed(kind: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """K and V are of one width here, so that no shape gives the fault away."""
+    sizes = {"linear_value_head_dim": 16} if kind == "qwen3_next" else {}
+    model, faults = build(kind, **sizes), {
+        "order of the value heads": roll_heads,
+        "norm of q and k": lambda inputs: inputs._replace(l2norm_eps=1e-3),
+        "decay": lambda inputs: inputs._replace(dt_bias=inputs.dt_bias * 1.01),
+    }  # fmt: skip
+    widths = (PROMPT, *SINGLE[:10])
+    truth, own = feed(in_fp64(model), widths)[0], feed(model, widths)[0]
+    family = FAMILIES[type(mixers_of(model)[0]).__name__]
+    enable(model, window=3)
+    assert error(feed(model, widths)[0], truth) <= 1.5 * error(own, truth)
+    if fault in faults:
+        right, wrong = family.inputs, faults[fault]
+        monkeypatch.setattr(family, "inputs", lambda *arguments: wrong(right(*arguments)))
+    else:
+        monkeypatch.setattr(family, "state_is_transposed", False)
+    assert error(feed(model, widths)[0], truth) > 30 * error(own, truth)
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "nemotron_h", "qwen3_next", "kimi_linear", "glm5_next"])
 @pytest.mark.parametrize("widths", [(PROMPT, 1, 1, 6, 1, 1, 1, 1, 6, 6, 1), (1, 1, 1, 3, 1)], ids=str)
 def test_continuing_with_several_tokens(kind: str, widths: tuple[int, ...]) -> None:
     assert_as_exact_as_the_model(model_of(kind), widths, 3)
@@ -244,7 +216,7 @@ def test_a_static_cache() -> None:
         disable(model)
 
 
-@pytest.mark.parametrize("kind", ["mamba2", "nemotron_h"])
+@pytest.mark.parametrize("kind", ["mamba2", "nemotron_h", "qwen3_5"])
 def test_beam_search(kind: str) -> None:
     model = model_of(kind)
     expected = generate(model, 16, num_beams=3, num_return_sequences=2)
@@ -255,64 +227,79 @@ def test_beam_search(kind: str) -> None:
         disable(model)
 
 
-def test_rows_can_be_dropped_and_reordered_midway(mamba2: Any) -> None:
-    rows = torch.tensor([2, 0])
+@each_recurrence
+def test_rows_can_be_dropped_and_reordered_midway(kind: str) -> None:
+    model, rows = build(kind), torch.tensor([2, 0])
     logits = []
     for window in (None, 5):
         if window:
-            enable(mamba2, window=window)
-        _, cache = feed(mamba2, (PROMPT, 1, 1, 1))
+            enable(model, window=window)
+        _, cache = feed(model, (PROMPT, 1, 1, 1))
         cache.reorder_cache(rows)
         ids, mask = (t[rows] for t in tokens())
         parts = []
         for place in range(PROMPT + 3, PROMPT + 20):
-            out, cache = forward(mamba2, ids[:, place : place + 1], mask[:, : place + 1], cache)
+            out, cache = forward(model, ids[:, place : place + 1], mask[:, : place + 1], cache)
             parts.append(out)
         logits.append(torch.cat(parts, dim=1))
-    truth, _ = feed(in_fp64(build("mamba2")), (PROMPT, *(1,) * 20))
+    truth, _ = feed(in_fp64(build(kind)), (PROMPT, *(1,) * 20))
     own, ours = ((part - truth[rows, PROMPT + 3 : PROMPT + 20]).square().mean() for part in logits)
     assert ours <= 4 * own
 
 
 @pytest.mark.parametrize("change", ["disable", "another window", "deep copies"])
-def test_settings_may_change_while_records_are_pending(mamba2: Any, change: str) -> None:
-    truth, _ = feed(in_fp64(mamba2), (PROMPT, *SINGLE))
-    own, _ = feed(mamba2, (PROMPT, *SINGLE))
-    enable(mamba2, window=7)
-    first, cache = feed(mamba2, (PROMPT, *SINGLE[:12]))
-    model = mamba2
+@each_recurrence
+def test_settings_may_change_while_records_are_pending(kind: str, change: str) -> None:
+    model = original = build(kind)
+    truth, _ = feed(in_fp64(model), (PROMPT, *SINGLE[:24]))
+    own, _ = feed(model, (PROMPT, *SINGLE[:24]))
+    enable(model, window=7)
+    first, cache = feed(model, (PROMPT, *SINGLE[:12]))
     if change == "deep copies":
-        model, cache = copy.deepcopy((mamba2, cache))
-        feed(mamba2, SINGLE[:3])
+        others = cache
+        model, cache = copy.deepcopy((original, cache))
+        feed(original, SINGLE[:3], others, PROMPT + 12)
+        assert not any(
+            copied.is_set_to(state) for copied, state in zip(states_of(cache), states_of(others), strict=True)
+        )
     else:
         disable(model)
     if change == "another window":
         enable(model, window=2)
-    second, _ = feed(model, SINGLE[12:], cache, PROMPT + 12)
+    second, _ = feed(model, SINGLE[12:24], cache, PROMPT + 12)
     assert error(torch.cat([first, second], dim=1), truth) <= 1.5 * error(own, truth)
 
 
-def test_a_reset_cache_starts_clean_whatever_its_rings_hold(mamba2: Any) -> None:
-    enable(mamba2, window=4)
-    first, cache = feed(mamba2, (PROMPT, *SINGLE))
-    cache.reset()
-    for pool in cache._replayssm_records.pools.values():
-        for ring in (pool.value, pool.key, pool.decay):
-            ring.fill_(torch.nan)
-    second, again = feed(mamba2, (PROMPT, *SINGLE), cache)
-    assert again is cache
-    assert torch.equal(first, second)
+@each_recurrence
+def test_a_reset_cache_starts_clean_whatever_its_rings_hold(kind: str) -> None:
+    """As in the model's own decode: the attention layers of a hybrid keep their length over a reset."""
+    model, widths, seconds = build(kind), (PROMPT, *SINGLE[:12]), []
+    for window in (None, 4):
+        if window:
+            enable(model, window=window)
+        first, cache = feed(model, widths)
+        cache.reset()
+        for pool in cache._replayssm_records.pools.values() if window else ():
+            for ring in (pool.value, pool.key, pool.decay):
+                ring.fill_(torch.nan)
+        second, again = feed(model, widths, cache)
+        assert again is cache
+        assert kind != "mamba2" or torch.equal(first, second)
+        seconds.append(second)
+    assert error(seconds[1], seconds[0].double()) < 1e-4
 
 
-def test_a_corrupt_pending_record_is_noticed(mamba2: Any) -> None:
-    truth, _ = feed(in_fp64(mamba2), (PROMPT, *SINGLE))
-    own, _ = feed(mamba2, (PROMPT, *SINGLE))
-    enable(mamba2, window=16)
-    first, cache = feed(mamba2, (PROMPT, *SINGLE[:10]))
+@each_recurrence
+def test_a_corrupt_pending_record_is_noticed(kind: str) -> None:
+    model = build(kind)
+    truth, _ = feed(in_fp64(model), (PROMPT, *SINGLE[:20]))
+    own, _ = feed(model, (PROMPT, *SINGLE[:20]))
+    enable(model, window=16)
+    first, cache = feed(model, (PROMPT, *SINGLE[:10]))
     records = cache._replayssm_records
     assert records.cursors.num_committed.tolist() == [10] * ROWS
-    records.pools[1].value[0, 2, 7] += 0.5
-    second, _ = feed(mamba2, SINGLE[10:], cache, PROMPT + 10)
+    records.pools[2].value[0, 2, 7] += 0.5
+    second, _ = feed(model, SINGLE[10:20], cache, PROMPT + 10)
     assert error(torch.cat([first, second], dim=1), truth) > 100 * error(own, truth)
 
 
@@ -342,17 +329,17 @@ def test_a_forward_that_failed_midway_is_not_continued(mamba2: Any) -> None:
     feed(mamba2, (PROMPT, 1))
 
 
-@pytest.mark.parametrize("kind", ["mamba2", "nemotron_h"])
+@pytest.mark.parametrize("kind", ["mamba2", "nemotron_h", "qwen3_5", "kimi_linear"])
 def test_disable_restores_the_model(kind: str) -> None:
     model = build(kind)
-    before, attributes, expected = model.state_dict(), traces(model), feed(model, (PROMPT, *SINGLE))[0]
+    before, attributes, expected = model.state_dict(), traces(model), feed(model, (PROMPT, *SINGLE[:12]))[0]
     enable(model)
-    generate(model)
+    generate(model, 12)
     assert traces(model) != attributes
     assert list(model.state_dict()) == list(before)
     disable(model)
     assert traces(model) == attributes
-    assert torch.equal(feed(model, (PROMPT, *SINGLE))[0], expected)
+    assert torch.equal(feed(model, (PROMPT, *SINGLE[:12]))[0], expected)
     disable(model)
 
 
@@ -361,11 +348,19 @@ def traces(model: nn.Module) -> list[Any]:
     return [(sorted(vars(m)), *(len(vars(m)[key]) for key in vars(m) if "hooks" in key)) for m in model.modules()]
 
 
-def test_layer_specs_of_an_enabled_model(mamba2: Any) -> None:
-    expected = [replayssm.LayerSpec("mamba2", 4, 2, 16, 16)] * 3
-    assert layer_specs(mamba2) == expected
-    enable(mamba2)
-    assert layer_specs(mamba2) == expected
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("mamba2", [replayssm.LayerSpec("mamba2", 4, 2, 16, 16)] * 3),
+        ("qwen3_5", [replayssm.LayerSpec("gdn", 4, 2, 8, 16)] * 2),
+        ("kimi_linear", [replayssm.LayerSpec("kda", 4, 4, 8, 8)] * 2),
+    ],
+)
+def test_layer_specs_of_an_enabled_model(kind: str, expected: list[replayssm.LayerSpec]) -> None:
+    model = build(kind)
+    assert layer_specs(model) == expected
+    enable(model)
+    assert layer_specs(model) == expected
 
 
 def test_refusals_come_early_and_change_nothing(mamba2: Any) -> None:
@@ -382,23 +377,49 @@ def test_refusals_come_early_and_change_nothing(mamba2: Any) -> None:
     with pytest.raises(NotImplementedError, match="one dtype"):
         enable(mamba2)
     mixer.conv1d.float()
-    llama = transformers.LlamaConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=8)
-    with pytest.raises(NotImplementedError, match="Mamba-2"):
-        enable(transformers.LlamaForCausalLM(llama))
+    sizes = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 1, "vocab_size": 8}
+    sizes |= {"pad_token_id": 0, "eos_token_id": None, "bos_token_id": None}
+    for name in ("Llama", "OlmoHybrid"):
+        other = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**sizes))
+        with pytest.raises(NotImplementedError, match=rf"Mamba-2, .*KimiLinearDeltaAttention.*got {name}ForCausalLM"):
+            enable(other)
     assert traces(mamba2) == attributes
 
 
-def test_the_rate_is_computed_once_for_each_parameter(mamba2: Any) -> None:
+def test_layers_that_no_pool_can_hold_are_refused_before_the_first_token() -> None:
+    model = build("qwen3_5", linear_value_head_dim=6)
+    attributes = traces(model)
+    with pytest.raises(ValueError, match="16-byte"):
+        enable(model)
+    assert traces(model) == attributes
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "kimi_linear", "glm5_next"])
+def test_what_is_planned_for_a_gpu_is_what_the_first_token_asks_for(kind: str) -> None:
+    model = build(kind).bfloat16()
+    enable(model)
+    _, cache = feed(model, (PROMPT, 1))
+    mixer = mixers_of(model)[0]
+    inputs = cache._replayssm_records.inputs[mixer.layer_idx]
+    assert options_of(inputs) == mixer.forward.family.options(mixer, "bfloat16")
+
+
+@each_recurrence
+def test_parameters_are_prepared_once_until_they_change(kind: str) -> None:
     """A new tensor in each step would be prepared and checked anew in each."""
-    enable(mamba2)
-    mixer = mamba2.backbone.layers[0].mixer
-    rate = mixer.forward._decay_rate()
-    assert mixer.forward._decay_rate() is rate
-    with torch.no_grad():
-        mixer.A_log.add_(1.0)
-    assert torch.equal(mixer.forward._decay_rate(), -torch.exp(mixer.A_log.detach().float()))
-    mixer.A_log.data = mixer.A_log.data + 1.0
-    assert torch.equal(mixer.forward._decay_rate(), -torch.exp(mixer.A_log.detach().float()))
+    model = build(kind).bfloat16()
+    enable(model)
+    mixer = mixers_of(model)[0]
+    family, A_log = mixer.forward.family, mixer.forward.family.learned(mixer)[0]
+    first = mixer.forward._parameters()
+    assert all(a is b for a, b in zip(mixer.forward._parameters(), first, strict=True))
+    assert {parameter.dtype for parameter in first} == {torch.float32}
+    for change in (lambda: A_log.add_(1.0), lambda: setattr(A_log, "data", A_log.data + 1.0)):
+        change()
+        again = mixer.forward._parameters()
+        assert not torch.equal(again[0], first[0])
+        assert torch.equal(again[0], family.prepared(mixer, family.learned(mixer))[0])
+        first = again
 
 
 def test_an_enabled_or_patched_model_is_refused(mamba2: Any) -> None:
@@ -460,10 +481,16 @@ def test_a_mixer_that_is_called_differently_is_refused(
     assert traces(mamba2) == attributes
 
 
-def test_a_mixer_without_its_convolution_function_is_refused(mamba2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(sys.modules[type(mamba2.backbone.layers[0].mixer).__module__], "causal_conv1d_update")
-    with pytest.raises(NotImplementedError, match=rf"{transformers.__version__}.*causal_conv1d_update"):
-        enable(mamba2)
+@pytest.mark.parametrize(
+    ("kind", "function"), [("mamba2", "causal_conv1d_update"), ("qwen3_5", "apply_mask_to_padding_states")]
+)
+def test_a_mixer_without_a_function_of_its_file_is_refused(
+    kind: str, function: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build(kind)
+    monkeypatch.delattr(sys.modules[type(mixers_of(model)[0]).__module__], function)
+    with pytest.raises(NotImplementedError, match=rf"{transformers.__version__}.*{function}"):
+        enable(model)
 
 
 @pytest.mark.parametrize("change", ["no class", "recurrent_states", "conv_states", "record_past", "has_previous_state"])
@@ -516,22 +543,43 @@ def test_a_mask_of_a_decoded_token_is_refused(mamba2: Any) -> None:
         mixer(hidden, cache, mask)
 
 
-def test_gradients_are_refused(mamba2: Any) -> None:
-    enable(mamba2.requires_grad_(True))
-    _, cache = feed(mamba2, (PROMPT,))
+@each_delta
+def test_a_mask_of_a_decoded_token_acts_as_in_the_models_own_decode(kind: str) -> None:
+    model, hidden, mask = build(kind), torch.randn(ROWS, 1, 32), torch.tensor([[1], [0], [1]]).bool()
+    mixer = mixers_of(model)[0]
+    _, cache = feed(model, (PROMPT,))
+    (masked, unmasked), (_, other) = (
+        (mixer(hidden, copy.deepcopy(cache), m) for m in (mask, None)),
+        feed(model, (PROMPT,)),
+    )
+    enable(model)
+    ours = mixer(hidden, other, mask)
+    assert other._replayssm_records.stepped == {0}
+    assert (ours - masked).abs().max() < 1e-5 < (ours - unmasked).abs().max()
+
+
+@each_recurrence
+def test_gradients_are_refused(kind: str) -> None:
+    model = build(kind)
+    enable(model.requires_grad_(True))
+    _, cache = feed(model, (PROMPT,))
     with pytest.raises(NotImplementedError, match="no_grad"):
-        feed(mamba2, (1,), cache, PROMPT)
+        feed(model, (1,), cache, PROMPT)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", ["mamba2", "nemotron_h"])
+@pytest.mark.parametrize("kind", ["mamba2", "nemotron_h", "qwen3_next", "qwen3_5", "kimi_linear", "glm5_next"])
 def test_on_a_gpu(kind: str, dtype: torch.dtype) -> None:
     """Head sizes that the kernel takes; continuation, too, since it folds through the kernel."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     sizes = {
         "mamba2": {"num_heads": 4, "head_dim": 64, "state_size": 64, "hidden_size": 128},
         "nemotron_h": {"mamba_num_heads": 4, "mamba_head_dim": 64, "ssm_state_size": 64},
+        "qwen3_next": {"linear_key_head_dim": 64, "linear_value_head_dim": 128},
+        "qwen3_5": {"linear_key_head_dim": 128, "linear_value_head_dim": 64},
+        "kimi_linear": {"linear_head_dim": 64, "mlp_layer_types": ["dense"] * 3},
+        "glm5_next": {"linear_head_dim": 64, "mlp_layer_types": ["dense"] * 3},
     }
     model = build(kind, **sizes[kind]).cuda()
     model.set_experts_implementation("eager")

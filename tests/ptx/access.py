@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from tests.ptx.decode import FULL, SIGNED, UNSIGNED, Decoder, Run, check_defined, compute, instruction, lanes, write
+from tests.ptx.decode import FULL, UNSIGNED, Decoder, Run, check_defined, compute, dtype_of, instruction, lanes, write
 from tests.ptx.memory import PARAM_WINDOW, RANK_SHIFT, SHARED_WINDOW
 from tests.ptx.parser import BITS, Address, Immediate, Instruction, Register, Symbol
-from tests.ptx.trouble import FaultError
+from tests.ptx.trouble import fault_if
 
 HINTS = {"cs", "ca", "cg", "lu", "cv", "wb", "wt", "nc", "L2::cache_hint", "L2::64B", "L2::128B", "L2::256B"}
 HINTS |= {f"{level}::{how}" for level in ("L1", "L2") for how in ("evict_first", "evict_last", "evict_normal")}
@@ -27,14 +27,20 @@ VECTORS = {"v2", "v4", "v8"}
 
 
 def address_of(decoder: Decoder, ins: Instruction, operand: Any, space: str) -> tuple[int, int]:
-    """(slot, offset) of an address operand; those of shared memory may be 32 bits wide."""
-    if not isinstance(operand, Address):
-        decoder.refuse(ins, f"{operand} is no address")
-    base, widths = operand.base, (32, 64) if space.startswith("shared") else (64,)
+    """(slot, offset) of an address operand, 32 or 64 bits wide in shared and tensor memory.
+
+    Where the opcode does not name shared memory, its addresses are generic ("Generic Addressing").
+    """
+    decoder.refuse_if(ins, not isinstance(operand, Address), f"{operand} is no address")
+    base, offset, widths = operand.base, operand.offset, (64,)
+    if space == "shared" and "shared" not in ins.opcode:
+        offset -= SHARED_WINDOW
+    elif space.startswith(("shared", "tensor")):
+        widths = (32, 64)
     if isinstance(base, Register) and BITS[base.type] in widths:
-        return base.slot, operand.offset
+        return base.slot, offset
     if isinstance(base, (Symbol, Immediate)):
-        return decoder.source(ins, base, widths[0]), operand.offset
+        return decoder.source(ins, base, widths[0]), offset
     decoder.refuse(ins, f"{base} is no address in {space} memory")
 
 
@@ -56,39 +62,37 @@ def located(warp: Any, space: str, where: np.ndarray) -> tuple[Any, np.ndarray]:
         return warp.cta.memory, where
     if space == "generic":
         windows = where >> np.uint64(56)
-        if (windows != windows[0]).any():
-            raise FaultError("unmodelled", "generic addresses in several state spaces")
+        fault_if((windows != windows[0]).any(), "unmodelled", "generic addresses in several state spaces")
         if windows[0] == 0:
             return warp.cta.memory, where
         where = where & np.uint64(SHARED_WINDOW - 1)
-        if windows[0] != SHARED_WINDOW >> 56:
-            raise FaultError("unmodelled", f"a generic address {int(where[0]):#x} in this state space")
+        fault_if(windows[0] != SHARED_WINDOW >> 56, "unmodelled", "a generic address in this state space")
     if space in ("shared", "shared::cta"):
         return warp.cta.shared, where
     ranks = where >> where.dtype.type(RANK_SHIFT)
-    if (ranks != ranks[0]).any():
-        raise FaultError("unmodelled", "addresses in shared memory of several CTAs")
+    fault_if((ranks != ranks[0]).any(), "unmodelled", "addresses in shared memory of several CTAs")
     return warp.cluster.shared_of(int(where[0])), where
 
 
-def publish(warp: Any, where: np.ndarray, ins: Instruction) -> None:
-    """Before a strong store: what whoever reads it will know."""
+def publish(warp: Any, memory: Any, where: np.ndarray, ins: Instruction) -> None:
+    """Before a strong store: what whoever reads it will know. A read-modify-write goes on with what was there."""
     releases = not {"release", "acq_rel"}.isdisjoint(ins.parts)
     clock = warp.cluster.clocks.release(warp.agent) if releases else warp.fenced
     for address in where.tolist() if clock is not None else ():
-        warp.cta.memory.published[address] = (warp.cluster.number, clock)
+        number, before = memory.published.get(address, (None, None))
+        goes_on = ins.parts[0] != "st" and number == warp.cluster.number
+        memory.published[address] = (warp.cluster.number, np.maximum(before, clock) if goes_on else clock)
 
 
-def observe(warp: Any, where: np.ndarray, ins: Instruction) -> None:
-    """After a strong load: what whoever wrote there had published."""
+def observe(warp: Any, memory: Any, where: np.ndarray, ins: Instruction) -> None:
+    """After a strong load: what whoever wrote there had published, at once or by the next fence."""
+    acquires = not {"acquire", "acq_rel"}.isdisjoint(ins.parts)
     for address in where.tolist():
-        number, clock = warp.cta.memory.published.get(address, (None, None))
-        if number is not None and number != warp.cluster.number:
-            warp.cta.memory.trusted.add(warp.cluster.number)
-        elif clock is not None and not {"acquire", "acq_rel"}.isdisjoint(ins.parts):
-            warp.cluster.clocks.acquire(warp.agent, clock)
-        elif clock is not None:
-            warp.observed = clock if warp.observed is None else np.maximum(warp.observed, clock)
+        found = memory.published.get(address)
+        if found and acquires:
+            warp.take_up(*found)
+        elif found:
+            warp.observed[id(memory), address] = found
 
 
 def shape(decoder: Decoder, ins: Instruction, allowed: set[str]) -> tuple[str, int]:
@@ -109,10 +113,7 @@ def operands_of(decoder: Decoder, ins: Instruction, *, stores: bool) -> tuple[st
     where, registers = (first, second) if stores else (second, first)
     policies = decoder.sources(ins, tuple(policy), 64)
     at = address_of(decoder, ins, where, space_of(ins))
-    items = decoder.items(registers)
-    if len(items) != count:
-        decoder.refuse(ins, f"{len(items)} registers for {count} elements")
-    return kind, at, items, policies
+    return kind, at, decoder.registers(ins, registers, count), policies
 
 
 @instruction("ld.param")
@@ -130,20 +131,16 @@ def load_parameter(decoder: Decoder, ins: Instruction) -> Run:
     targets = [decoder.destination(ins, item, BITS[kind], wider=True) for item in items]
 
     def run(warp: Any, mask: int) -> None:
-        values = np.frombuffer(warp.cta.arguments[name], element(kind), count, offset)
+        values = np.frombuffer(warp.cta.arguments[name], dtype_of(kind), count, offset)
         for target, value in zip(targets, values, strict=True):
             write(warp, target, np.repeat(extended(value, kind, BITS[decoder.types[target]]), 32), mask)
 
     return run
 
 
-def element(kind: str) -> Any:
-    return (SIGNED if kind[0] == "s" else UNSIGNED)[BITS[kind]]
-
-
 def extended(value: Any, kind: str, width: int) -> Any:
     """Values of a type in registers of a width, extended by the type's sign."""
-    return value.astype((SIGNED if kind[0] == "s" else UNSIGNED)[width]).view(UNSIGNED[width])
+    return value.astype(dtype_of(kind, width)).view(UNSIGNED[width])
 
 
 @instruction("ld")
@@ -158,15 +155,12 @@ def load(decoder: Decoder, ins: Instruction) -> Run:
         check_defined(warp, policies, mask)
         memory, where = located(warp, space, addresses(warp, slot, offset, mask))
         if strong:
-            observe(warp, where, ins)
-        values = memory.load(where, size * count, warp.access(ins.line, strong)).view(element(kind))
+            observe(warp, memory, where, ins)
+        raw = np.zeros((32, size * count), np.uint8)
+        raw[lanes(mask)] = memory.load(where, size * count, warp.access(ins.line, strong))
+        values = raw.view(dtype_of(kind))
         for i, (target, width) in enumerate(zip(targets, widths, strict=True)):
-            value = extended(values[:, i], kind, width)
-            if mask != FULL:
-                full = np.zeros(32, UNSIGNED[width])
-                full[lanes(mask)] = value
-                value = full
-            write(warp, target, value, mask)
+            write(warp, target, extended(values[:, i], kind, width), mask)
 
     return run
 
@@ -183,12 +177,9 @@ def store(decoder: Decoder, ins: Instruction) -> Run:
         check_defined(warp, needed, mask)
         memory, where = located(warp, space, addresses(warp, slot, offset, mask))
         if strong:
-            publish(warp, where, ins)
-        data = np.empty((32, count), unit)
-        for i, value in enumerate(values):
-            data[:, i] = warp.regs[value].astype(unit)
-        raw = data.view(np.uint8).reshape(32, size * count)
-        memory.store(where, raw if mask == FULL else raw[lanes(mask)], warp.access(ins.line, strong))
+            publish(warp, memory, where, ins)
+        data = np.stack([warp.regs[value].astype(unit) for value in values], 1)[lanes(mask)]
+        memory.store(where, data.view(np.uint8).reshape(-1, size * count), warp.access(ins.line, strong))
 
     return run
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from tests.ptx.decode import first_lane
 from tests.ptx.memory import ALWAYS, ASYNC, BEFORE, GENERIC, TENSOR, Access
 from tests.ptx.parser import Instruction
 from tests.ptx.trouble import FaultError, TroubleError
@@ -66,8 +65,7 @@ class Work:
             raise self.trouble(fault) from fault
 
     def trouble(self, fault: FaultError) -> TroubleError:
-        where: dict[str, Any] = {"cta": self.warp.cta.place, "warp": self.warp.id, "lane": first_lane(self.mask)}
-        return TroubleError(fault.kind, fault.detail, line=self.instruction.line, text=self.instruction.text, **where)
+        return self.warp.trouble(FaultError(fault.kind, fault.detail), self.instruction, self.mask)
 
 
 class Stream:
@@ -106,10 +104,16 @@ class Stream:
         self.open = [(lanes & ~mask, epoch) for lanes, epoch in self.open if lanes & ~mask]
         self.groups.append((mask, max(mine, default=0)))
 
-    def wait(self, mask: int, left: int = 0) -> None:
-        """Let all groups of the lanes complete but the `left` latest, and see their effect."""
-        mine = [epoch for lanes, epoch in self.groups if lanes & mask]
-        self.wait_for(max(mine[: max(len(mine) - left, 0)], default=0))
+    def wait(self, mask: int, left: int = 0) -> int:
+        """Let all groups of each lane complete but its `left` latest, and see their effect; returns the last epoch."""
+        over = 0
+        for lane in (lane for lane in range(32) if mask >> lane & 1):
+            mine = [epoch for lanes, epoch in self.groups if lanes >> lane & 1]
+            over = max([over, *mine[: max(len(mine) - left, 0)]])
+        self.wait_for(over)
+        while self.groups and self.groups[0][1] <= over:
+            self.groups.pop(0)
+        return over
 
     def wait_for(self, epoch: int) -> None:
         """Let the work up to an epoch complete, and see its effect."""

@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 
 from tests.ptx.access import HINTS, ORDERS, SCOPES, SPACES, address_of, addresses, located, observe, publish, space_of
-from tests.ptx.convert import HALVES
 from tests.ptx.decode import UNSIGNED, Decoder, Run, check_defined, instruction, lanes, write
-from tests.ptx.floating import to_bits
-from tests.ptx.integer import typed, unsigned
+from tests.ptx.floating import evaluated
+from tests.ptx.integer import paired, typed, unsigned
 from tests.ptx.parser import BITS, Instruction
 
 Combine = Callable[..., np.ndarray]
@@ -28,32 +27,13 @@ OTHER: dict[str, Combine] = {
 }
 
 
-def add_halves(kind: str) -> Combine:
-    """Sums of 16-bit floats, each rounded once; the sum of two is exact enough in float64."""
-    half, bits = HALVES[kind.removesuffix("x2")], np.uint16
-
-    def function(old: np.ndarray, new: np.ndarray) -> np.ndarray:
-        def values(x: np.ndarray) -> np.ndarray:
-            word = x.view(bits)
-            if kind.startswith("bf16"):
-                return (word.astype(np.uint32) << np.uint32(16)).view(np.float32)
-            return word.view(np.float16).astype(np.float32)
-
-        return half(values(old) + values(new)).view(old.dtype)
-
-    return function
-
-
 def combine(name: str, kind: str) -> Combine | None:
     """What an operation puts in the place of an old value."""
     if name in BITWISE or name in OTHER:
         return (BITWISE | OTHER)[name]
-    if name == "add" and kind == "f32":
-        return lambda old, new: to_bits(old.view(np.float32) + new.view(np.float32))
-    if name == "add" and kind == "f64":
-        return lambda old, new: (old.view(np.float64) + new.view(np.float64)).view(np.uint64)
-    if name == "add" and kind.removesuffix("x2") in HALVES:
-        return add_halves(kind)
+    base = kind.removesuffix("x2")
+    if name == "add" and base in ("f16", "bf16", "f32", "f64"):
+        return paired(kind, evaluated(base, np.add, ()))
     if name in ("add", "min", "max") and kind[0] in "us":
         choose = {"add": np.add, "min": np.minimum, "max": np.maximum}[name]
         view = typed(kind)
@@ -67,10 +47,8 @@ def atomic(decoder: Decoder, ins: Instruction) -> Run:
     names = {"add", "min", "max", *BITWISE, *OTHER}
     modifiers = decoder.modifiers(ins, names | SPACES | ORDERS | SCOPES | HINTS | {"noftz"})
     kind, space, returns = ins.parts[-1], space_of(ins), ins.parts[0] == "atom"
-    found = combine(next(iter(modifiers & names), ""), kind)
-    if found is None or len(modifiers & names) != 1:
-        decoder.refuse(ins, f"{ins.opcode} is not modelled")
-    function: Combine = found
+    function = combine(next(iter(modifiers & names), ""), kind)
+    decoder.refuse_if(ins, function is None or len(modifiers & names) != 1)
     width, count = BITS[kind], returns + 2 + ("cas" in modifiers) + ("L2::cache_hint" in modifiers)
     operands = list(decoder.operands(ins, count))
     target = decoder.destination(ins, operands.pop(0), width) if returns else None
@@ -82,8 +60,8 @@ def atomic(decoder: Decoder, ins: Instruction) -> Run:
         check_defined(warp, (*values, *policy), mask)
         memory, where = located(warp, space, addresses(warp, slot, offset, mask))
         access, old = warp.access(ins.line, strong=True), np.zeros(32, UNSIGNED[width])
-        observe(warp, where, ins)
-        publish(warp, where, ins)
+        observe(warp, memory, where, ins)
+        publish(warp, memory, where, ins)
         for i, lane in enumerate(np.flatnonzero(lanes(mask))):
             at, one = where[i : i + 1], slice(lane, lane + 1)
             old[one] = memory.load(at, width // 8, access).view(UNSIGNED[width])[0]

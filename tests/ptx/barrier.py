@@ -10,31 +10,33 @@ from typing import Any
 
 import numpy as np
 
-from tests.ptx.decode import FULL, Decoder, Op, Run, check_defined, first_lane, instruction, lanes, write
+from tests.ptx.decode import FULL, Decoder, Op, Run, aligned, check_defined, first_lane, instruction, lanes, write
 from tests.ptx.memory import ASYNC, BEFORE, GENERIC, TENSOR
 from tests.ptx.parser import Instruction
-from tests.ptx.trouble import FaultError
+from tests.ptx.trouble import FaultError, fault_if
 
 
 @dataclass
 class Barrier:
     """One of a CTA's 16 barriers, or a cluster's: who has arrived, and what those that may go on take along."""
 
-    arrived: set[int] = field(default_factory=set)
+    arrived: dict[int, bool] = field(default_factory=dict)  # agent: whether it will wait
     expected: int = 0
     votes: int = 0
     voters: int = 0
     clock: np.ndarray | None = None
     released: dict[int, tuple[int, int, np.ndarray]] = field(default_factory=dict)
 
-    def arrive(self, warp: Any, clock: np.ndarray, votes: int = 0, voters: int = 0) -> None:
+    def arrive(self, warp: Any, clock: np.ndarray, votes: int = 0, voters: int = 0, waits: bool = True) -> None:
+        fault_if(warp.agent in self.arrived, "barrier", "arrives a second time at the same barrier")
         if not self.arrived:
             self.votes, self.voters, self.clock = 0, 0, np.zeros_like(clock)
-        self.arrived.add(warp.agent)
+        self.arrived[warp.agent] = waits
         self.votes, self.voters, self.clock = self.votes + votes, self.voters + voters, np.maximum(self.clock, clock)
 
     def open(self) -> None:
-        self.released |= dict.fromkeys(self.arrived, (self.votes, self.voters, self.clock))
+        waiting = [agent for agent, waits in self.arrived.items() if waits]
+        self.released |= dict.fromkeys(waiting, (self.votes, self.voters, self.clock))
         self.arrived.clear()
 
 
@@ -61,7 +63,7 @@ def barrier(decoder: Decoder, ins: Instruction) -> Op:
     sources = decoder.sources(ins, tuple(rest), 32)
 
     def arrive(warp: Any, mask: int, found: Barrier, number: int, count: int) -> None:
-        if not 0 <= number < 16 or count % 32:
+        if not 0 <= number < 16 or count % 32 or count <= 0:
             raise FaultError("barrier", f"barrier {number} of {count} threads: one of 16, in multiples of a warp")
         if found.arrived and found.expected != count:
             raise FaultError("barrier", f"barrier {number}: {count} threads here, {found.expected} by another warp")
@@ -69,7 +71,8 @@ def barrier(decoder: Decoder, ins: Instruction) -> Op:
             check_defined(warp, (predicate,), mask)
         votes = (warp.regs[predicate] ^ flip) & mask if predicate >= 0 else 0
         found.expected = count
-        found.arrive(warp, warp.cluster.clocks.release(warp.agent), votes.bit_count(), mask.bit_count())
+        clock = warp.cluster.clocks.release(warp.agent)
+        found.arrive(warp, clock, votes.bit_count(), mask.bit_count(), how != "arrive")
         if 32 * len(found.arrived) >= count:  # a warp counts whole: PTX rounds the thread count up to warps
             found.open()
 
@@ -77,8 +80,6 @@ def barrier(decoder: Decoder, ins: Instruction) -> Op:
         check_defined(warp, sources, mask)
         number, *count = (int(warp.regs[slot][first_lane(mask)]) for slot in sources)
         found = warp.cta.barriers.setdefault(number, Barrier())
-        if how == "arrive":
-            found.released.pop(warp.agent, None)
         if warp.agent not in found.released and (how == "arrive" or warp.agent not in found.arrived):
             if mask != warp.live:
                 return False
@@ -92,7 +93,7 @@ def barrier(decoder: Decoder, ins: Instruction) -> Op:
         if result == "popc":
             write(warp, target, np.full(32, votes, np.uint32), mask)
         elif result:
-            warp.regs[target] = warp.regs[target] & ~mask | (mask if REDUCE[result](votes, voters) else 0)
+            warp.regs[target] = warp.regs[target] & ~mask | mask * REDUCE[result](votes, voters)
             warp.defined[target] |= mask
         return True
 
@@ -124,24 +125,21 @@ def cluster_barrier(decoder: Decoder, ins: Instruction) -> Op:
 
     def run(warp: Any, mask: int) -> bool:
         found, cluster = warp.cluster.barrier, warp.cluster
-        if mask != warp.live:
-            return False
         if arrives:
-            if warp.agent in found.arrived or warp.agent in found.released:
-                raise FaultError("barrier", "arrives a second time at the barrier of the cluster")
+            fault_if(warp.agent in found.released, "barrier", "arrives a second time at the barrier of the cluster")
             clock = cluster.clocks.zero() if "relaxed" in modifiers else cluster.clocks.release(warp.agent)
             found.arrive(warp, clock)
             return True
         if warp.agent not in found.released:
             if warp.agent not in found.arrived:
                 raise FaultError("barrier", "waits for the barrier of the cluster without having arrived")
-            if not {other.agent for other in cluster.running} <= found.arrived:
+            if not {other.agent for other in cluster.running} <= found.arrived.keys():
                 return False
             found.open()
         cluster.clocks.acquire(warp.agent, found.released.pop(warp.agent)[2])
         return True
 
-    return Op(run, "waits")
+    return aligned(run)
 
 
 @instruction("fence.proxy.async")
@@ -184,15 +182,17 @@ def fence(decoder: Decoder, ins: Instruction) -> Run:
 
     def run(warp: Any, mask: int) -> None:
         clocks = warp.cluster.clocks
-        if warp.observed is not None:
-            clocks.acquire(warp.agent, warp.observed)
+        for found in warp.observed.values():
+            warp.take_up(*found)
+        warp.observed.clear()
         warp.fenced = clocks.release(warp.agent)
 
     return run
 
 
 @instruction("griddepcontrol.wait", "griddepcontrol.launch_dependents", "setmaxnreg", "nanosleep", "prefetch")
-@instruction("prefetchu", "applypriority", "discard", "createpolicy", "fence.proxy.tensormap::generic.release")
+@instruction("prefetchu", "cp.async.bulk.prefetch", "applypriority", "discard", "createpolicy")
+@instruction("fence.proxy.tensormap::generic.release")
 def advice(decoder: Decoder, ins: Instruction) -> Run:
     """No effect here. Launches run one after another, so what this one depends on is over ("griddepcontrol");
     registers are unlimited ("setmaxnreg"), time and caches are not modelled."""

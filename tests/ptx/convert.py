@@ -8,11 +8,10 @@ destination type's sign. Values go through float64, which holds them exactly or 
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import numpy as np
 
-from tests.ptx.decode import SIGNED, UNSIGNED, Decoder, Op, Run, compute, instruction
+from tests.ptx.decode import UNSIGNED, Decoder, Op, Run, compute, dtype_of, instruction
 from tests.ptx.floating import FORMATS, ROUND, ROUNDINGS, decode, encode, flush, rounded, sum_to_odd, to_bits
 from tests.ptx.integer import INTEGERS, typed, unsigned
 from tests.ptx.parser import BITS, Instruction
@@ -33,13 +32,12 @@ def convert(decoder: Decoder, ins: Instruction) -> Run | Op:
     to, of = ins.parts[-2:] if len(ins.parts) > 2 else ("", "")
     if to[-2:-1] == "x":
         return packed(decoder, ins)
-    if not {to, of} <= {*WHOLE, *FLOATS} and (to, of) != ("tf32", "f32"):
-        decoder.refuse(ins, f"{ins.opcode} is not modelled")
+    decoder.refuse_if(ins, not {to, of} <= {*WHOLE, *FLOATS} and (to, of) != ("tf32", "f32"))
     mode, others = rounding(decoder, ins, *choices(to, of, set(ins.parts)))
     destination, source = decoder.operands(ins, 2)
     slot = decoder.source(ins, source, BITS[of], wider=of in WHOLE, fp=of in FLOATS)
     target = decoder.destination(ins, destination, BITS.get(to, 32), wider=to in WHOLE)
-    register, low = signed(to, BITS[decoder.types[target]]), UNSIGNED[BITS[of]]
+    register, low = dtype_of(to, BITS[decoder.types[target]]), UNSIGNED[BITS[of]]
     quick = not mode or mode in INTEGRAL or (mode == "rn" and of == "f32" and to in HALVES)  # encode rounds a float32
     after = others if to == "f32" else others - {"ftz"}
     keeps = (mode if to == "tf32" else to, of) in KEEPING and others <= ({"ftz"} if "f64" in (to, of) else set())
@@ -69,7 +67,7 @@ def choices(to: str, of: str, parts: set[str]) -> tuple[set[str], set[str]]:
     """(roundings, of which one has to be named if there are any; other modifiers)."""
     ftz = {"ftz"} if "f32" in (to, of) and to != "tf32" else set()
     if to in WHOLE and of in WHOLE:
-        ends, own = np.iinfo(signed(to)), np.iinfo(signed(of))
+        ends, own = np.iinfo(dtype_of(to)), np.iinfo(dtype_of(of))
         return set(), {"sat"} if own.min < ends.min or own.max > ends.max else set()
     if to in WHOLE:
         return set(INTEGRAL), {"sat"} | ftz
@@ -85,14 +83,8 @@ def choices(to: str, of: str, parts: set[str]) -> tuple[set[str], set[str]]:
 def rounding(decoder: Decoder, ins: Instruction, modes: set[str], others: set[str]) -> tuple[str, set[str]]:
     """(the one rounding, the other modifiers) that an instruction names."""
     modifiers = decoder.modifiers(ins, modes | others, last=2)
-    if len(modifiers & modes) != bool(modes):
-        decoder.refuse(ins, f"{ins.opcode} needs a rounding")
+    decoder.refuse_if(ins, len(modifiers & modes) != bool(modes), f"{ins.opcode} needs a rounding")
     return "".join(modifiers & modes), modifiers - modes
-
-
-def signed(kind: str, width: int = 0) -> Any:
-    """NumPy's integer with the sign of a type, and its width or another."""
-    return (SIGNED if kind[0] == "s" else UNSIGNED)[width or BITS[kind]]
 
 
 def integer(value: np.ndarray, to: str, of: str, clamps: bool) -> np.ndarray:
@@ -100,7 +92,7 @@ def integer(value: np.ndarray, to: str, of: str, clamps: bool) -> np.ndarray:
 
     PTX ISA, "cvt", "Integer Notes".
     """
-    ends = np.iinfo(signed(to))
+    ends = np.iinfo(dtype_of(to))
     if of in FLOATS:
         inside = (value > ends.min) & (value < float(ends.max))
         nan = 0 if BITS[to] < 64 and of != "f64" else ends.min or 1 << BITS[to] - 1
@@ -138,13 +130,11 @@ def packed(decoder: Decoder, ins: Instruction) -> Run | Op:
     """
     (to, of), base, count = ins.parts[-2:], ins.parts[-2][:-2], int(ins.parts[-2][-1])
     source, halves, single = of.removesuffix("x2"), base in HALVES, of == "f32"
-    if not packs(base, of, count):
-        decoder.refuse(ins, f"conversion {of} to {to} is not modelled")
+    decoder.refuse_if(ins, not packs(base, of, count), f"conversion {of} to {to} is not modelled")
     modes = {"rs"} if count == 4 else {"rn", "rz", "rs"} if halves and single else {"rn"}
     others = ({"satfinite"} if single or not halves else set()) | ({"relu"} if "ue8m0" not in (base, source) else set())
     mode, others = rounding(decoder, ins, {"rz", "rp"} if base == "ue8m0" else modes, others)
-    if base in SMALL and "satfinite" not in others:
-        decoder.refuse(ins, f"{ins.opcode} needs .satfinite")
+    decoder.refuse_if(ins, base in SMALL and "satfinite" not in others, f"{ins.opcode} needs .satfinite")
     destination, *rest = decoder.operands(ins, (3 if single and count == 2 else 2) + (mode == "rs"))
     items = tuple(item for operand in rest for item in decoder.items(operand))
     if len(items) != (count if single else 1) + (mode == "rs"):

@@ -17,7 +17,7 @@ from tests.ptx.decode import Decoder, Run, check_defined, instruction, lanes
 from tests.ptx.mbarrier import MBarrier, each, mbarrier_at
 from tests.ptx.memory import ASYNC, GENERIC
 from tests.ptx.parser import BITS, Immediate, Instruction
-from tests.ptx.trouble import FaultError
+from tests.ptx.trouble import FaultError, fault_if
 
 HINTS = {"L2::cache_hint", "L2::64B", "L2::128B", "L2::256B"}
 BULK = {"shared::cta", "shared::cluster", "global", "mbarrier::complete_tx::bytes", "bulk_group", "L2::cache_hint"}
@@ -47,8 +47,7 @@ def copy_async(decoder: Decoder, ins: Instruction) -> Run:
         stream, cta, given_sizes = warp.stream("cp.async"), warp.cta, warp.regs[given][lanes(mask)]
         targets, origins = addresses(warp, a, at, mask), addresses(warp, b, source_at, mask)
         cta.shared.offsets(targets, count)
-        if (given_sizes > count).any():
-            raise FaultError("out_of_bounds", f"a source of more than {count} bytes")
+        fault_if((given_sizes > count).any(), "out_of_bounds", f"a source of more than {count} bytes")
         (access,) = stream.accesses(ins.line, GENERIC)
 
         def copy() -> None:
@@ -71,9 +70,7 @@ def copy_async(decoder: Decoder, ins: Instruction) -> Run:
 def groups(decoder: Decoder, ins: Instruction) -> Run:
     """Groups of copies by lane, and waits for all but the latest ("cp.async.commit_group", "cp.async.wait_group")."""
     bulk, name = "bulk" in ins.parts, next(p for p in ins.parts if p.startswith(("commit", "wait")))
-    decoder.modifiers(
-        ins, {"bulk", "commit_group", "wait_group", "wait_all"} | ({"read"} if bulk else set()), skip=2, last=0
-    )
+    decoder.modifiers(ins, {"bulk", name} | ({"read"} if bulk else set()), skip=2, last=0)
     operands = decoder.operands(ins, 1 if name == "wait_group" else 0)
     if operands and not isinstance(operands[0], Immediate):
         decoder.refuse(ins, "a count that is no constant is not modelled")
@@ -118,7 +115,7 @@ def with_mbarrier(
     clock = warp.cluster.clocks.release(warp.agent)
 
     def run() -> None:
-        copy(found.access(ins.line, clock, ASYNC, warp.cluster.number))
+        copy(found.access(ins.line, clock, warp.cluster))
         found.tx -= size
         found.settle()
 
@@ -132,8 +129,7 @@ def bulk_copy(decoder: Decoder, ins: Instruction) -> Run:
     target_space, source_space = ("global" if "global" in part else "shared" for part in ins.parts[3:5])
     counted = "mbarrier::complete_tx::bytes" in ins.parts
     hinted = "L2::cache_hint" in ins.parts
-    if counted == ("bulk_group" in ins.parts) or counted != (target_space == "shared"):
-        decoder.refuse(ins, f"{ins.opcode} is not modelled")
+    decoder.refuse_if(ins, counted == ("bulk_group" in ins.parts) or counted != (target_space == "shared"))
     to, of, size, *rest = decoder.operands(ins, 3 + counted + hinted)
     (a, at), (b, source_at) = address_of(decoder, ins, to, target_space), address_of(decoder, ins, of, source_space)
     c, barrier_at = address_of(decoder, ins, rest.pop(0), "shared") if counted else (a, at)
@@ -142,33 +138,21 @@ def bulk_copy(decoder: Decoder, ins: Instruction) -> Run:
     def run(warp: Any, mask: int) -> None:
         (sizes, *_), cluster = scalars(warp, sources, mask), warp.cluster
         origins, mbarriers = addresses(warp, b, source_at, mask), addresses(warp, c, barrier_at, mask)
+
+        def memory(space: str, address: int) -> Any:
+            return cluster.shared_of(address) if space == "shared" else warp.cta.memory
+
         for i, target in each(warp, mask, a, at):
             origin, count = int(origins[i]), int(sizes[i])
             if target % 16 or origin % 16 or count % 16:
                 raise FaultError("misaligned", f"copies {count} bytes from {origin:#x} to {target:#x}", i)
 
-            def place(address: int, space: str, count: int = count) -> Any:
-                shared = space == "shared"
-                return (
-                    cluster.shared_of(address).range(address, count)
-                    if shared
-                    else warp.cta.memory.range(address, count)
-                )
+            memory(source_space, origin).range(origin, count)
+            memory(target_space, target).range(target, count)
 
-            place(origin, source_space)
-            index = place(target, target_space)
-
-            def copy(
-                access: Any, target: int = target, origin: int = origin, count: int = count, index: Any = index
-            ) -> None:
-                if source_space == "global":
-                    data = warp.cta.memory.range(origin, count, access)
-                else:
-                    data = cluster.shared_of(origin).read(place(origin, source_space, count), access)
-                if target_space == "global":
-                    warp.cta.memory.range(target, count, access, data)
-                else:
-                    cluster.shared_of(target).write(index, data, access)
+            def copy(access: Any, target: int = target, origin: int = origin, count: int = count) -> None:
+                data = memory(source_space, origin).range(origin, count, access)
+                memory(target_space, target).range(target, count, access, data)
 
             if counted:
                 found = mbarrier_at(warp, int(mbarriers[i]), i, asynchronous=True)
@@ -180,12 +164,6 @@ def bulk_copy(decoder: Decoder, ins: Instruction) -> Run:
                 stream.issue(lambda copy=copy, access=access: copy(access), ins, mask)
 
     return run
-
-
-@instruction("cp.async.bulk.prefetch", "prefetch.tensormap")
-def bulk_prefetch(decoder: Decoder, ins: Instruction) -> Run:
-    """Without effect, as caches are not modelled ("cp.async.bulk.prefetch")."""
-    return lambda warp, mask: None
 
 
 @instruction("st.async")

@@ -7,9 +7,9 @@ int of 32 bits. `defined` holds, for each slot, the lanes that were ever written
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -23,14 +23,13 @@ VECTORS = ("tid", "ntid", "ctaid", "nctaid", "clusterid", "nclusterid", "cluster
 SPECIAL = {f"%{name}.{axis}" for name in VECTORS for axis in "xyz"}
 SPECIAL |= {"%laneid", "%warpid", "%nwarpid", "%cluster_ctarank", "%cluster_nctarank", "%is_explicit_cluster"}
 SPECIAL |= {"%dynamic_smem_size"} | {f"%lanemask_{relation}" for relation in ("eq", "lt", "le", "gt", "ge")}
+Operands = tuple[Operand, ...]
 Run = Callable[[Any, int], Any]
 Make = Callable[["Decoder", Instruction], "Run | Op"]
 _families: dict[tuple[str, str], Make] = {}
-_lanes: dict[int, np.ndarray] = {}
 
 
-@dataclass(frozen=True)
-class Op:
+class Op(NamedTuple):
     """A decoded instruction.
 
     Args:
@@ -57,19 +56,20 @@ def instruction(*prefixes: str, types: tuple[str, ...] = ("",)) -> Callable[[Mak
     return register
 
 
+@functools.lru_cache(4096)
 def lanes(mask: int) -> np.ndarray:
     """A mask as 32 booleans."""
-    found = _lanes.get(mask)
-    if found is None:
-        if len(_lanes) > 4096:
-            _lanes.clear()
-        found = _lanes[mask] = np.array([mask >> i & 1 for i in range(32)], bool)
-    return found
+    return np.array([mask >> i & 1 for i in range(32)], bool)
 
 
 def bits(flags: np.ndarray) -> int:
     """32 booleans as a mask."""
     return int.from_bytes(np.packbits(flags, bitorder="little").tobytes(), "little")
+
+
+def dtype_of(kind: str, width: int = 0) -> Any:
+    """NumPy's integer with the sign of a type, and its width or another."""
+    return (SIGNED if kind[0] == "s" else UNSIGNED)[width or BITS[kind]]
 
 
 def first_lane(mask: int) -> int:
@@ -115,6 +115,10 @@ class Decoder:
 
     def refuse(self, ins: Instruction, why: str) -> NoReturn:
         raise TroubleError("unmodelled", why, line=ins.line, text=ins.text)
+
+    def refuse_if(self, ins: Instruction, unknown: Any, why: str = "") -> None:
+        if unknown:
+            self.refuse(ins, why or f"{ins.opcode} is not modelled")
 
     def modifiers(self, ins: Instruction, allowed: set[str], *, skip: int = 1, last: int = 1) -> set[str]:
         """The opcode's parts between the first `skip` and the `last`, each of which must be allowed."""
@@ -168,9 +172,7 @@ class Decoder:
             return self.special[operand.name]
         self.refuse(ins, f"operand {operand} of {ins.opcode} is not modelled")
 
-    def sources(
-        self, ins: Instruction, operands: tuple[Operand, ...], width: int, *, fp: bool = False
-    ) -> tuple[int, ...]:
+    def sources(self, ins: Instruction, operands: Operands, width: int, *, fp: bool = False) -> tuple[int, ...]:
         return tuple(self.source(ins, operand, width, fp=fp) for operand in operands)
 
     def destination(self, ins: Instruction, operand: Operand, width: int, *, wider: bool = False) -> int:
@@ -194,6 +196,12 @@ class Decoder:
 
     def items(self, operand: Operand) -> tuple[Operand, ...]:
         return operand.items if isinstance(operand, Vector) else (operand,)
+
+    def registers(self, ins: Instruction, operand: Operand, count: int) -> tuple[Operand, ...]:
+        """The items of an operand that must have so many."""
+        items = self.items(operand)
+        self.refuse_if(ins, len(items) != count, f"{len(items)} registers for {count} in {ins.opcode}")
+        return items
 
 
 def write(warp: Any, slot: int, value: np.ndarray, mask: int) -> None:
@@ -234,6 +242,11 @@ def compute(destination: int, sources: tuple[int, ...], function: Callable[..., 
             write(warp, destination, value, mask)
 
     return run
+
+
+def aligned(run: Run) -> Op:
+    """An instruction of whole warps, whose lanes wait until all that live have come, and while `run` returns False."""
+    return Op(lambda warp, mask: mask == warp.live and run(warp, mask) is not False, "waits")
 
 
 def compute_predicate(destination: int, sources: tuple[int, ...], function: Callable[..., Any]) -> Run:

@@ -259,8 +259,7 @@ def approximate(decoder: Decoder, ins: Instruction) -> Op:
     """
     name, kind = ins.parts[0], ins.parts[-1]
     modifiers = decoder.modifiers(ins, {"ftz"} if name != "tanh" and kind[:3] != "f16" else set(), skip=2)
-    if name == "ex2" and kind[0] == "b" and not modifiers:
-        decoder.refuse(ins, f"{ins.opcode} needs .ftz")
+    decoder.refuse_if(ins, name == "ex2" and kind[0] == "b" and not modifiers, f"{ins.opcode} needs .ftz")
     exact = np.divide if ins.parts[1] == "full" else APPROXIMATE[name]
     made = paired(kind, evaluated(kind.removesuffix("x2"), exact, modifiers))
     return Op(shaped(decoder, ins, [BITS[kind]] * (3 if name == "div" else 2), made, fp=True), approximate=True)
@@ -276,8 +275,7 @@ def compare(decoder: Decoder, ins: Instruction) -> Run:
     tests = ordered | {name + "u" for name in ordered} | {"num", "nan"}
     modifiers = decoder.modifiers(ins, tests | ({"ftz"} if kind in ("f32", "f16") else set()))
     (test,) = modifiers - {"ftz"} if len(modifiers - {"ftz"}) == 1 else ("",)
-    if not test:
-        decoder.refuse(ins, f"{ins.opcode} is not modelled")
+    decoder.refuse_if(ins, not test)
     destination, *rest = decoder.operands(ins, 3)
     relation, unordered = COMPARE.get(test[:2]), test == "nan" or test.endswith("u")
 

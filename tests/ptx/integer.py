@@ -15,15 +15,12 @@ from typing import Any
 import numpy as np
 
 from tests.ptx.decode import (
-    FULL,
-    SIGNED,
-    UNSIGNED,
     Decoder,
-    Op,
     Run,
     check_defined,
     compute,
     compute_predicate,
+    dtype_of,
     instruction,
     lanes,
     write,
@@ -40,19 +37,19 @@ Lanes = Callable[..., np.ndarray]
 
 def typed(kind: str) -> Callable[[np.ndarray], np.ndarray]:
     """Views unsigned lanes as a type's."""
-    dtype = SIGNED[BITS[kind]] if kind[0] == "s" else UNSIGNED[BITS[kind]]
+    dtype = dtype_of(kind)
     return lambda x: x.view(dtype)
 
 
 def unsigned(x: np.ndarray) -> np.ndarray:
-    return x.view(UNSIGNED[x.dtype.itemsize * 8])
+    return x.view(dtype_of("u", x.dtype.itemsize * 8))
 
 
 def paired(kind: str, function: Lanes) -> Lanes:
     """A function of lanes, for a packed type applied to each part."""
     if not kind.endswith("x2"):
         return function
-    part = UNSIGNED[BITS[kind.removesuffix("x2")]]
+    part = dtype_of("u", BITS[kind.removesuffix("x2")])
     return lambda *xs: function(*[x.view(part) for x in xs]).view(xs[0].dtype)
 
 
@@ -63,15 +60,8 @@ def shaped(decoder: Decoder, ins: Instruction, widths: Sequence[int], function: 
     return compute(decoder.destination(ins, destination, widths[0]), sources, function)
 
 
-SAME_IN_ANY_SIGN: dict[str, Callable[..., np.ndarray]] = {
-    "add": np.add,
-    "sub": np.subtract,
-    "neg": lambda x: ~x + x.dtype.type(1),
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
-    "not": np.invert,
-}
+SAME_IN_ANY_SIGN: dict[str, Lanes] = {"add": np.add, "sub": np.subtract, "neg": lambda x: ~x + x.dtype.type(1)}
+SAME_IN_ANY_SIGN |= {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert}
 
 
 @instruction("add", types=PACKED)
@@ -91,14 +81,13 @@ def multiply(decoder: Decoder, ins: Instruction) -> Run:
     name, half, kind = ins.parts[0], ins.parts[1], ins.parts[-1]
     width = BITS[kind]
     decoder.modifiers(ins, {"lo", "hi", "wide"})
-    if len(ins.parts) != 3 or (half == "wide" and width == 64):
-        decoder.refuse(ins, f"{ins.opcode} is not modelled")
+    decoder.refuse_if(ins, len(ins.parts) != 3 or (half == "wide" and width == 64))
     out, view, shift = WIDER[width] if half == "wide" else width, typed(kind), width if half == "hi" else 0
-    wide: Any = (SIGNED if kind[0] == "s" else UNSIGNED)[width if half == "lo" else WIDER[width]]
+    wide = dtype_of(kind, width if half == "lo" else WIDER[width])
 
     def function(x: np.ndarray, y: np.ndarray, *z: np.ndarray) -> np.ndarray:
         product = view(x).astype(wide, copy=False) * view(y).astype(wide, copy=False)
-        product = (product >> shift if shift else product).astype(UNSIGNED[out], copy=False)
+        product = (product >> shift if shift else product).astype(dtype_of("u", out), copy=False)
         return product + z[0] if z else product
 
     return shaped(decoder, ins, [out, width, width, *([out] if name == "mad" else [])], function)
@@ -156,15 +145,15 @@ def lane_by_lane(decoder: Decoder, ins: Instruction, name: str) -> Run:
     """In Python's integers, whose low bits are the result; a zero divisor is a fault, PTX leaves the quotient open."""
     kind, (_, shape, function) = ins.parts[-1], LANE_BY_LANE[name]
     decoder.modifiers(ins, set(), skip=len(name.split(".")))
-    (width, *widths), view = [w or BITS[kind] for w in shape], SIGNED if kind[0] == "s" else UNSIGNED
+    width, *widths = [w or BITS[kind] for w in shape]
     destination, *rest = decoder.operands(ins, len(shape))
     sources = tuple(decoder.source(ins, one, w) for one, w in zip(rest, widths, strict=True))
     target = decoder.destination(ins, destination, width)
 
     def run(warp: Any, mask: int) -> None:
         check_defined(warp, sources, mask)
-        out, active = np.zeros(32, UNSIGNED[width]), np.flatnonzero(lanes(mask))
-        columns = [warp.regs[s].view(view[w])[active].tolist() for s, w in zip(sources, widths, strict=True)]
+        out, active = np.zeros(32, dtype_of("u", width)), np.flatnonzero(lanes(mask))
+        columns = [warp.regs[s].view(dtype_of(kind, w))[active].tolist() for s, w in zip(sources, widths, strict=True)]
         for i, row in enumerate(zip(*columns, strict=True)):
             try:
                 out[active[i]] = function(kind, *row) & (1 << width) - 1
@@ -228,14 +217,8 @@ def shift(decoder: Decoder, ins: Instruction) -> Run:
     return shaped(decoder, ins, [width, width, 32], function)
 
 
-COMPARE = {
-    "eq": np.equal,
-    "ne": np.not_equal,
-    "lt": np.less,
-    "le": np.less_equal,
-    "gt": np.greater,
-    "ge": np.greater_equal,
-}
+COMPARE = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal}
+COMPARE |= {"gt": np.greater, "ge": np.greater_equal}
 
 
 @instruction("setp", types=(*INTEGERS, *UNTYPED))
@@ -244,33 +227,25 @@ def compare(decoder: Decoder, ins: Instruction) -> Run:
     destination, *rest = decoder.operands(ins, 3)
     kind = ins.parts[-1]
     known = {"eq", "ne"} if kind[0] == "b" else set(COMPARE)
-    if len(decoder.modifiers(ins, known)) != 1:
-        decoder.refuse(ins, f"{ins.opcode} is not modelled")
+    decoder.refuse_if(ins, len(decoder.modifiers(ins, known)) != 1)
     slot, flip = decoder.predicate(ins, destination)
     view, test = typed(kind), COMPARE[ins.parts[1]]
     assert not flip
     return compute_predicate(slot, decoder.sources(ins, tuple(rest), BITS[kind]), lambda x, y: test(view(x), view(y)))
 
 
-LOGIC = {"and": int.__and__, "or": int.__or__, "xor": int.__xor__}
+PREDICATES: dict[str, Callable[..., int]] = {"and": int.__and__, "or": int.__or__, "xor": int.__xor__}
+PREDICATES |= {"mov": lambda p: p, "not": int.__invert__}
 
 
-@instruction("and", "or", "xor", types=("pred",))
-def combine(decoder: Decoder, ins: Instruction) -> Run:
+@instruction(*PREDICATES, types=("pred",))
+def predicates(decoder: Decoder, ins: Instruction) -> Run:
     decoder.modifiers(ins, set())
-    destination, a, b = decoder.operands(ins, 3)
-    (x, flip_x), (y, flip_y) = decoder.predicate(ins, a), decoder.predicate(ins, b)
-    join = LOGIC[ins.parts[0]]
-    return compute_predicate(decoder.predicate(ins, destination)[0], (x, y), lambda p, q: join(p ^ flip_x, q ^ flip_y))
-
-
-@instruction("mov", "not", types=("pred",))
-def copy_predicate(decoder: Decoder, ins: Instruction) -> Run:
-    decoder.modifiers(ins, set())
-    destination, a = decoder.operands(ins, 2)
-    source, flip = decoder.predicate(ins, a)
-    flip ^= FULL if ins.parts[0] == "not" else 0
-    return compute_predicate(decoder.predicate(ins, destination)[0], (source,), lambda p: p ^ flip)
+    name = ins.parts[0]
+    destination, *rest = decoder.operands(ins, 2 if name in ("mov", "not") else 3)
+    slots, flips = zip(*(decoder.predicate(ins, one) for one in rest), strict=True)
+    function = lambda *ps: PREDICATES[name](*map(int.__xor__, ps, flips))  # noqa: E731
+    return compute_predicate(decoder.predicate(ins, destination)[0], slots, function)
 
 
 @instruction("selp", types=(*INTEGERS, *UNTYPED, "f32", "f64"))
@@ -293,7 +268,7 @@ def select(decoder: Decoder, ins: Instruction) -> Run:
 
 
 @instruction("mov", types=(*INTEGERS, *UNTYPED, "f32", "f64"))
-def move(decoder: Decoder, ins: Instruction) -> Run | Op:
+def move(decoder: Decoder, ins: Instruction) -> Run:
     """mov of a register, constant, special register or the address of a variable; of parts to and from a vector."""
     decoder.modifiers(ins, set())
     destination, source = decoder.operands(ins, 2)
@@ -301,7 +276,7 @@ def move(decoder: Decoder, ins: Instruction) -> Run | Op:
     width, count = BITS[kind], len(decoder.items(vector))
     if isinstance(vector, Vector) and (kind, count) not in {(b, n) for b in UNTYPED for n in (2, 4)} - {("b16", 4)}:
         decoder.refuse(ins, f"{kind} of {count} parts is not modelled")
-    part, wide = width // count, UNSIGNED[width]
+    part, wide = width // count, dtype_of("u", width)
     if isinstance(destination, Vector):
         return unpack(decoder, ins, destination, decoder.source(ins, source, width))
     target = decoder.destination(ins, destination, width)
@@ -322,6 +297,6 @@ def unpack(decoder: Decoder, ins: Instruction, destination: Vector, source: int)
         check_defined(warp, (source,), mask)
         word = warp.regs[source]
         for target, shift in targets:
-            write(warp, target, (word >> word.dtype.type(shift)).astype(UNSIGNED[part]), mask)
+            write(warp, target, (word >> word.dtype.type(shift)).astype(dtype_of("u", part)), mask)
 
     return run

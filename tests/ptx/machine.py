@@ -7,64 +7,33 @@ asynchronous work that one of them waits for completes.
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
 import math
 import random
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from tests.ptx import (
-    access,
-    atomic,
-    barrier,
-    convert,
-    copies,
-    floating,
-    integer,
-    matrix,
-    mbarrier,
-    shuffle,
-    tensor,
-    tensormap,
-    votes,
-)
+from tests.ptx import barrier, mbarrier
 from tests.ptx.asynchronous import Work
 from tests.ptx.decode import Decoder, Op
-from tests.ptx.memory import (
-    RANK_SHIFT,
-    SHARED_BASE,
-    Clocks,
-    GlobalMemory,
-    SharedMemory,
-    TensorMemory,
-)
+from tests.ptx.memory import RANK_SHIFT, SHARED_BASE, Clocks, GlobalMemory, SharedMemory, TensorMemory
 from tests.ptx.parser import Entry, Module, parse
 from tests.ptx.trouble import FaultError, TroubleError
 from tests.ptx.warp import Warp
 
 __all__ = ["Launch", "Report", "TroubleError", "run_launch"]
 # Importing one registers its instructions.
-FAMILIES = (
-    access,
-    atomic,
-    barrier,
-    convert,
-    copies,
-    floating,
-    integer,
-    matrix,
-    mbarrier,
-    shuffle,
-    tensor,
-    tensormap,
-    votes,
-)
+FAMILIES = ("access", "atomic", "convert", "copies", "floating", "integer", "matrix", "shuffle", "tensor")
+for _family in (*FAMILIES, "tensormap", "votes"):
+    importlib.import_module(f"tests.ptx.{_family}")
 MAX_SLICE = 256
 Mode = Literal["early", "late"]
+Place = tuple[int, ...]
 
 
 class Launch(Protocol):
@@ -113,8 +82,7 @@ class Report:
                     self.approximate.add(ins.opcode)
 
 
-@dataclass(frozen=True)
-class Program:
+class Program(NamedTuple):
     """A decoded kernel: its operations, and the layout of registers and shared memory."""
 
     entry: Entry
@@ -137,11 +105,10 @@ def _shared_layout(module: Module) -> tuple[dict[str, int], int]:
 def program(ptx: str, name: str | None) -> Program:
     """The decoded kernel of a PTX text; raises TroubleError where something is not modelled."""
     module = parse(ptx)
-    if name is None and len(module.entries) != 1:
-        raise TroubleError("launch", f"the module has {len(module.entries)} entries: name one")
-    if name is not None and name not in module.entries:
-        raise TroubleError("launch", f"the module has no entry {name}")
-    entry = module.entries[name] if name is not None else next(iter(module.entries.values()))
+    names = [name] if name is not None else list(module.entries)
+    if len(names) != 1 or names[0] not in module.entries:
+        raise TroubleError("launch", f"the module has the entries {list(module.entries)}: name one, not {name}")
+    entry = module.entries[names[0]]
     symbols, static = _shared_layout(module)
     decoder = Decoder(entry, symbols)
     return Program(entry, decoder, [_decode(decoder, ins) for ins in entry.instructions], static)
@@ -159,7 +126,7 @@ def _decode(decoder: Decoder, ins: Any) -> Op:
 class Cta:
     """A cooperative thread array: its warps, shared and tensor memory, and barriers."""
 
-    def __init__(self, cluster: Cluster, rank: int, place: tuple[int, ...]) -> None:
+    def __init__(self, cluster: Cluster, rank: int, place: Place) -> None:
         self.cluster, self.launch, self.program = cluster, cluster.launch, cluster.program
         self.memory, self.rank, self.place = cluster.memory, rank, place
         self.threads, self.warp_count = cluster.threads, cluster.warp_count
@@ -176,14 +143,7 @@ class Cluster:
     """CTAs that run at the same time and reach each other's shared memory, with their work under way."""
 
     def __init__(
-        self,
-        launch: Launch,
-        code: Program,
-        memory: GlobalMemory,
-        number: int,
-        first: tuple[int, ...],
-        mode: Mode,
-        strict: bool,
+        self, launch: Launch, code: Program, memory: GlobalMemory, number: int, first: Place, mode: Mode, strict: bool
     ) -> None:
         self.launch, self.program, self.memory, self.number, self.mode = launch, code, memory, number, mode
         self.strict, self.shape = strict, shape_of(launch)
@@ -241,17 +201,15 @@ class Cluster:
 
     def deadlock(self) -> TroubleError:
         """Which lanes wait where; the position is that of the first group."""
-        instructions, notes = self.program.entry.instructions, []
-        for warp in self.running:
-            for pc, mask in sorted(warp.groups.items()):
-                notes.append(f"warp {warp.id} of {warp.cta.place} lanes {mask:#010x} at line {instructions[pc].line}")
+        instructions = self.program.entry.instructions
+        groups = [(w, instructions[pc], mask) for w in self.running for pc, mask in sorted(w.groups.items())]
+        notes = [f"warp {w.id} of {w.cta.place} lanes {mask:#010x} at line {ins.line}" for w, ins, mask in groups]
         for cta in self.ctas:
-            for n, b in cta.barriers.items():
-                notes.append(f"barrier {n} has {len(b.arrived)} warps of {b.expected // 32}")
+            notes += [f"barrier {n} has {len(b.arrived)} warps of {b.expected // 32}" for n, b in cta.barriers.items()]
             notes += [f"warp {warp.id} has ended" for warp in cta.warps if warp not in self.running]
         notes += [f"mbarrier {m.address:#x} lacks {m.pending} arrivals, {m.tx} bytes" for m in self.mbarriers.values()]
-        pc, mask = min(self.running[0].groups.items())
-        return self.running[0].trouble(FaultError("deadlock", "; ".join(notes)), pc, mask)
+        warp, ins, mask = groups[0]
+        return warp.trouble(FaultError("deadlock", "; ".join(notes)), ins, mask)
 
 
 def shape_of(launch: Launch) -> tuple[int, int, int]:
@@ -273,12 +231,7 @@ def _check(launch: Launch, code: Program) -> None:
 
 
 def run_launch(
-    launch: Launch,
-    buffers: list[np.ndarray],
-    mode: Mode = "early",
-    seed: int = 0,
-    together: int = 1,
-    strict: bool = True,
+    launch: Launch, buffers: list[Any], mode: Mode = "early", seed: int = 0, together: int = 1, strict: bool = True
 ) -> Report:
     """Execute a launch over host memory, in place.
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from tests.ptx.access import address_of, addresses
-from tests.ptx.decode import Decoder, Op, Run, check_defined, instruction, write
+from tests.ptx.decode import Decoder, Op, Run, aligned, check_defined, instruction, write
 from tests.ptx.memory import ASYNC, INDEX
 from tests.ptx.operands import FORMATS, Layout, elements, fused_products, read_shared
 from tests.ptx.parser import Immediate, Instruction, Vector
@@ -31,19 +31,15 @@ def move_matrices(decoder: Decoder, ins: Instruction) -> Op:
     loads, operands = ins.parts[0] == "ldmatrix", decoder.operands(ins, 2)
     registers, where = operands if loads else operands[::-1]
     slot, offset = address_of(decoder, ins, where, "shared")
-    items = decoder.items(registers)
     count = int(next((m for m in modifiers if m[0] == "x"), "x0")[1:])
-    if len(items) != count:
-        decoder.refuse(ins, f"{len(items)} registers for {count} matrices")
+    items = decoder.registers(ins, registers, count)
     slots = [decoder.destination(ins, i, 32) if loads else decoder.source(ins, i, 32) for i in items]
     row, pair = LANE // 4, LANE % 4 * 2
     halves = np.stack([row * 8 + pair, row * 8 + pair + 1], 1)  # [lane, half]: which of the 64 elements
     if "trans" in modifiers:
         halves = halves % 8 * 8 + halves // 8
 
-    def run(warp: Any, mask: int) -> bool:
-        if mask != warp.live:
-            return False
+    def run(warp: Any, mask: int) -> None:
         used = (1 << 8 * count) - 1
         where = addresses(warp, slot, offset, used)
         place = warp.cta.shared.offsets(where, 16)[:, None] + INDEX[16]
@@ -51,15 +47,14 @@ def move_matrices(decoder: Decoder, ins: Instruction) -> Op:
             data = warp.cta.shared.read(place, warp.access(ins.line)).view(np.uint16).reshape(count, 64)
             for i, target in enumerate(slots):
                 write(warp, target, np.ascontiguousarray(data[i][halves]).view(np.uint32)[:, 0], mask)
-            return True
+            return
         check_defined(warp, tuple(slots), mask)
         data = np.empty((count, 64), np.uint16)
         for i, source in enumerate(slots):
             data[i][halves] = warp.regs[source].view(np.uint16).reshape(32, 2)
         warp.cta.shared.write(place, data.view(np.uint8).reshape(-1, 16), warp.access(ins.line))
-        return True
 
-    return Op(run, "waits")
+    return aligned(run)
 
 
 def fragment(registers: int, bits: int, *, a: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -113,12 +108,6 @@ def spread(total: np.ndarray, name: str, count: int) -> list[np.ndarray]:
     return [np.ascontiguousarray(words[:, i]) for i in range(count)]
 
 
-def product(a: np.ndarray, b: np.ndarray, c: np.ndarray, name: str, to: str) -> np.ndarray:
-    if to == "s32":
-        return a @ b.T + c
-    return fused_products(a, b, c, name, to)
-
-
 @instruction("mma.sync.aligned")
 def mma(decoder: Decoder, ins: Instruction) -> Op:
     """D = A B + C of a warp, 16 rows by 8 columns ("mma")."""
@@ -137,9 +126,7 @@ def mma(decoder: Decoder, ins: Instruction) -> Op:
     if (len(a), len(b), len(c), len(d)) != (2 * (k * bits // 128), k * bits // 128, count, count):
         decoder.refuse(ins, "a fragment of another size")
 
-    def run(warp: Any, mask: int) -> bool:
-        if mask != warp.live:
-            return False
+    def run(warp: Any, mask: int) -> None:
         check_defined(warp, (*a, *b, *c), mask)
         x, y, z = ([warp.regs[slot] for slot in slots] for slots in (a, b, c))
         left, right = gather(x, of_a, (16, k), a=True), gather(y, of_b, (8, k), a=False)
@@ -150,12 +137,11 @@ def mma(decoder: Decoder, ins: Instruction) -> Op:
             total = fused_products(left[:, first], right[:, first], np.zeros_like(old), "f16")
             total = (fused_products(left[:, ~first], right[:, ~first], total, "f16") + old).astype(np.float32)
         else:
-            total = product(left, right, old, of_a, to)
+            total = fused_products(left, right, old, of_a, to)
         for target, value in zip(targets, spread(total, to, count), strict=True):
             write(warp, target, value, mask)
-        return True
 
-    return Op(run, "waits")
+    return aligned(run)
 
 
 @instruction("wgmma.mma_async.sync.aligned")
@@ -163,53 +149,48 @@ def wgmma(decoder: Decoder, ins: Instruction) -> Op:
     """D = A B + D of a warpgroup, 64 rows, B from shared memory, A from there or from registers ("wgmma.mma_async")."""
     found = MMA.fullmatch(ins.parts[4])
     to, of_a, of_b = ins.parts[-3:]
-    if not found or not {of_a, of_b, to} <= FORMATS.keys() or len(ins.parts) != 8:
-        decoder.refuse(ins, f"{ins.opcode} is not modelled")
+    decoder.refuse_if(ins, not found or not {of_a, of_b, to} <= FORMATS.keys() or len(ins.parts) != 8)
     _, n, k = map(int, found.groups())
     bits, size = FORMATS[of_a][0], FORMATS[of_a][0] // 8
     d, a, b, scale, *flags = ins.operands
     targets = [decoder.destination(ins, item, 32) for item in decoder.items(d)]
-    if k * bits != 256 or n % 8 or len(targets) != n // (4 if to == "f16" else 2):
-        decoder.refuse(ins, f"{ins.opcode} is not modelled")
-    if not all(isinstance(flag, Immediate) for flag in flags):
-        decoder.refuse(ins, "a flag that is no constant")
+    decoder.refuse_if(ins, k * bits != 256 or n % 8 or len(targets) != n // (4 if to == "f16" else 2))
+    decoder.refuse_if(ins, not all(isinstance(flag, Immediate) for flag in flags), "a flag that is no constant")
     signs, transposes = [f.value for f in flags[:2]], [bool(f.value) for f in flags[2:]]  # type: ignore[union-attr]
     in_registers = isinstance(a, Vector)
     transposes = [False] * (2 - len(transposes)) + transposes
     left = decoder.sources(ins, decoder.items(a), 32 if in_registers else 64)
     right, (keep, flip) = decoder.source(ins, b, 64), decoder.predicate(ins, scale)
 
-    def run(warp: Any, mask: int) -> bool:
-        if mask != warp.live:
-            return False
+    def run(warp: Any, mask: int) -> None:
         check_defined(warp, (*left, right, keep), mask)
         if not warp.warpgroup_fenced:
             raise FaultError("missing_fence", "no wgmma.fence since the registers were last written or waited for")
         stream = warp.stream("wgmma")
         (access,) = stream.accesses(ins.line, ASYNC)
 
-        def operand(slot: int, name: str, first: int, rows: int, transposed: bool) -> np.ndarray:
+        def operand(slot: int, name: str, rows: int, transposed: bool) -> np.ndarray:
             layout = Layout.of(int(warp.regs[slot][0]), "sm_90")
-            where = layout.bytes_of(first + rows, k, size, transposed=transposed)[first:]
+            where = layout.bytes_of(rows, k, size, transposed=transposed)
             return elements(read_shared(warp.cta.shared, where, access), name)
 
         if in_registers:
             x = gather([warp.regs[slot] for slot in left], of_a, (16, k), a=True)
         else:
-            x = operand(left[0], of_a, 16 * (warp.id % 4), 16, transposes[0])
-        y = operand(right, of_b, 0, n, transposes[1])
+            # The product is one of all four warps, so that each has to come after whoever wrote any of its rows.
+            x = operand(left[0], of_a, 64, transposes[0])[16 * (warp.id % 4) :][:16]
+        y = operand(right, of_b, n, transposes[1])
         total = np.zeros((16, n))
         if (warp.regs[keep] ^ flip) & 1:
             check_defined(warp, tuple(targets), mask)
             total = load_accumulator([warp.regs[slot] for slot in targets], to, n)
-        total = product(x * signs[0] if signs else x, y * signs[1] if signs else y, total, of_a, to)
+        total = fused_products(x * signs[0] if signs else x, y * signs[1] if signs else y, total, of_a, to)
         for target, value in zip(targets, spread(total, to, len(targets)), strict=True):
             write(warp, target, value, mask)
-        warp.loading |= dict.fromkeys(targets, access.epoch)
+        warp.loading |= dict.fromkeys((*targets, *left) if in_registers else targets, access.epoch)
         stream.open.append((mask, access.epoch))
-        return True
 
-    return Op(run, "waits")
+    return aligned(run)
 
 
 @instruction("wgmma.fence.sync.aligned", "wgmma.commit_group.sync.aligned", "wgmma.wait_group.sync.aligned")
@@ -226,8 +207,7 @@ def wgmma_group(decoder: Decoder, ins: Instruction) -> Run:
         elif name == "commit_group":
             stream.commit(mask)
         else:
-            stream.wait(mask, left)
+            warp.arrived(stream.wait(mask, left))
             warp.warpgroup_fenced = False
-            warp.arrived(max((e for _, e in stream.groups[: max(len(stream.groups) - left, 0)]), default=0))
 
     return run

@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 
 from tests.ptx.access import address_of, addresses
-from tests.ptx.decode import Decoder, Op, Run, check_defined, instruction, lanes, write
-from tests.ptx.memory import INDEX, TENSOR, Access
+from tests.ptx.decode import Decoder, Op, Run, check_defined, instruction, lanes, write, write_predicate
+from tests.ptx.memory import ASYNC, GENERIC, INDEX, RANK_SHIFT, TENSOR, Access
 from tests.ptx.parser import Immediate, Instruction, Symbol
-from tests.ptx.trouble import FaultError
+from tests.ptx.trouble import FaultError, fault_if
 
 MAX_PENDING = (1 << 20) - 1
 SCOPES = {"cta", "cluster", "shared", "shared::cta", "shared::cluster", "b64"}
+SINK = Symbol("_")
 ORDERS = {"release", "acquire", "relaxed"}
 
 
@@ -56,9 +57,10 @@ class MBarrier:
         self.pending -= count
         self.settle()
 
-    def access(self, line: int, clock: np.ndarray, row: int, cluster: int) -> Access:
+    def access(self, line: int, clock: np.ndarray, cluster: Any) -> Access:
         """An access by the asynchronous side, in the phase that is under way."""
-        return Access(self.agent, self.phase + 1, line, clock[row], clock[0], cluster)
+        seen = clock[ASYNC if cluster.strict else GENERIC]
+        return Access(self.agent, self.phase + 1, line, seen, clock[GENERIC], cluster.number)
 
 
 def each(warp: Any, mask: int, slot: int, offset: int) -> Iterator[tuple[int, int]]:
@@ -143,13 +145,9 @@ def mbarrier_arrive(decoder: Decoder, ins: Instruction) -> Run:
     name = ins.parts[1]
     modifiers = decoder.modifiers(ins, SCOPES | ORDERS | {"expect_tx", "noComplete"}, skip=2, last=0)
     operands = list(decoder.operands(ins, *((1, 2, 3) if name.startswith("arrive") else (2,))))
-    if "noComplete" in modifiers or (name == "arrive_drop" and "expect_tx" in modifiers):
-        decoder.refuse(ins, f"{ins.opcode} is not modelled")
-    target = None
-    if name.startswith("arrive"):
-        state = operands.pop(0)
-        if not (isinstance(state, Symbol) and state.name == "_"):
-            target = decoder.destination(ins, state, 64)
+    decoder.refuse_if(ins, "noComplete" in modifiers or (name == "arrive_drop" and "expect_tx" in modifiers))
+    state = operands.pop(0) if name.startswith("arrive") else SINK
+    target = decoder.destination(ins, state, 64) if state != SINK else None
     slot, offset = address_of(decoder, ins, operands.pop(0), "shared")
     number = decoder.source(ins, operands.pop() if operands else Immediate(1), 32)
     drops, expects = name == "arrive_drop", name == "expect_tx" or "expect_tx" in modifiers
@@ -190,8 +188,7 @@ def mbarrier_wait(decoder: Decoder, ins: Instruction) -> Op:
     target, _ = decoder.predicate(ins, result)
 
     def over(found: MBarrier, asked: int, index: int) -> bool:
-        if of_parity and asked > 1:
-            raise FaultError("mbarrier", f"a parity is 0 or 1, not {asked}", index)
+        fault_if(of_parity and asked > 1, "mbarrier", f"a parity is 0 or 1, not {asked}", index)
         if not of_parity and found.phase not in (asked, asked + 1):
             raise FaultError("mbarrier", f"a state of phase {asked} in phase {found.phase}", index)
         return found.phase & 1 != asked & 1
@@ -201,6 +198,8 @@ def mbarrier_wait(decoder: Decoder, ins: Instruction) -> Op:
         asked, found, waits = warp.regs[wanted][lanes(mask)], [], set()
         for i, address in each(warp, mask, slot, offset):
             found.append(mbarrier_at(warp, address, i))
+            if address >> RANK_SHIFT != warp.cta.rank:
+                raise FaultError("mbarrier", f"waits for {address:#x}, in another CTA's shared memory", i)
             if not over(found[-1], int(asked[i]), i):
                 waits.add(address)
         key = (ins.line, mask)
@@ -213,8 +212,7 @@ def mbarrier_wait(decoder: Decoder, ins: Instruction) -> Op:
             warp.timeouts.discard(key)
             for one in found if "relaxed" not in modifiers else ():
                 warp.cluster.clocks.acquire(warp.agent, one.released)
-        warp.regs[target] = warp.regs[target] & ~mask if waits else warp.regs[target] | mask
-        warp.defined[target] |= mask
+        write_predicate(warp, target, 0 if waits else mask, mask)
         return True
 
     return Op(run, "waits")

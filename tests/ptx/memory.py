@@ -94,8 +94,8 @@ class Clocks:
 class GlobalMemory:
     """Host arrays at their own addresses; an array that is not writeable is read-only to the kernel too.
 
-    For each byte, the last write and the last read are kept. Clusters are ordered only by strong accesses: one that
-    ever acquired something is not checked against the others from then on.
+    For each byte, the last write and the last reads by two agents are kept. Clusters are ordered only by strong
+    accesses: one that ever acquired something is not checked against the others from then on.
     """
 
     def __init__(self, buffers: list[np.ndarray]) -> None:
@@ -108,8 +108,8 @@ class GlobalMemory:
         ends = [start + len(view) for start, view in zip(self.starts, self.views, strict=True)]
         if any(end > start for end, start in zip(ends, self.starts[1:], strict=False)):
             raise ValueError("buffers overlap")
-        # [write or read][cluster, agent, epoch, strong]
-        self.touched = [np.full((2, 4, len(view)), -1, np.int32) for view in self.views]
+        # [write, read, earlier read by another agent][cluster, agent, epoch, strong]
+        self.touched = [np.full((3, 4, len(view)), -1, np.int32) for view in self.views]
         self.trusted: set[int] = set()
         self.published: dict[int, tuple[int, np.ndarray]] = {}  # by address: by whom, and what
 
@@ -117,9 +117,8 @@ class GlobalMemory:
         """Number of the buffer that holds `size` bytes at an address."""
         number = bisect.bisect_right(self.starts, address) - 1
         if number < 0 or address + size > self.starts[number] + len(self.views[number]):
-            near = f"; the buffer below has {len(self.views[number])} bytes" if number >= 0 else ""
-            past = f", byte {address - self.starts[number]} of it" if number >= 0 else ""
-            raise FaultError("out_of_bounds", f"global: {size} bytes at {address:#x}{near}{past}", lane)
+            near = f", byte {address - self.starts[number]} of {len(self.views[number])}" if number >= 0 else ""
+            raise FaultError("out_of_bounds", f"global: {size} bytes at {address:#x}{near}", lane)
         if write and not self.views[number].flags.writeable:
             raise FaultError("read_only", f"global: writes {size} bytes at {address:#x}", lane)
         return number
@@ -139,7 +138,8 @@ class GlobalMemory:
     def _order(self, number: int, index: np.ndarray, access: Access, write: bool) -> None:
         """Refuse an access that is not ordered behind an earlier one to the same bytes, and keep it."""
         touched = self.touched[number]
-        for kind, seen, what in ((0, access.writes, "write"), (1, access.reads, "read"))[: 1 + write]:
+        earlier = ((access.writes, "write"), (access.reads, "read"), (access.reads, "read"))
+        for kind, (seen, what) in enumerate(earlier[: 3 if write else 1]):
             cluster, agent, epoch, strong = touched[kind][:, index]
             bad = epoch > seen[np.where(cluster == access.cluster, agent, 0)]
             bad = np.where(cluster == access.cluster, bad, (cluster >= 0) & (access.cluster not in self.trusted))
@@ -151,7 +151,11 @@ class GlobalMemory:
                 detail = f"byte {int(index[at])} of a buffer, after a {what} by {who} that is not ordered before"
                 raise FaultError("race", f"global: {detail}", int(at[0]) if index.ndim == 2 else None)
         entry = np.array([access.cluster, access.agent, access.epoch, access.strong], np.int32)
-        touched[0 if write else 1][(slice(None), index)] = entry.reshape(4, *(1,) * index.ndim)
+        entry = entry.reshape(4, *(1,) * index.ndim)
+        if not write:
+            last = touched[1][:, index]
+            touched[2][:, index] = np.where((last[:2] != entry[:2]).any(0), last, touched[2][:, index])
+        touched[0 if write else 1][:, index] = entry
 
     def load(self, addresses: np.ndarray, size: int, access: Access) -> np.ndarray:
         """Bytes [lanes, size]."""
@@ -185,7 +189,7 @@ class Cells:
         self.name, self.data, self.written = name, np.zeros(count, dtype), np.zeros(count, bool)
         self.writer, self.strong = np.zeros(count, np.int16), np.zeros(count, bool)
         self.write_epoch, self.write_line = np.zeros(count, np.int32), np.zeros(count, np.int32)
-        self.read_epoch: dict[int, np.ndarray] = {}
+        self.read_epoch: dict[tuple[int, bool], np.ndarray] = {}  # by agent, and whether the reads are strong
 
     def place(self, cell: int) -> str:
         return f"{self.name} byte {cell + SHARED_BASE:#x}"
@@ -197,32 +201,27 @@ class Cells:
         lane = int(at[0]) if index.ndim == 2 and len(index) <= 32 else None
         return FaultError(kind, f"{self.place(cell)} {detail}{last}", lane)
 
-    def check_read(self, index: np.ndarray, access: Access) -> None:
+    def check_read(self, index: np.ndarray, access: Access, what: str = "read") -> None:
         """Refuse to read what another agent wrote without being ordered, and as the proxy needs it, before."""
         bad = self.write_epoch[index] > access.writes[self.writer[index]]
         if access.strong:
             bad &= ~self.strong[index]
         if bad.any():
-            raise self.fault("race", bad, index, "is read while another agent's write is not ordered before")
+            raise self.fault("race", bad, index, f"is {what} while another agent's write is not ordered before")
 
     def check_write(self, index: np.ndarray, access: Access) -> None:
         """Refuse to write what another agent wrote or read without being ordered before."""
-        bad = self.write_epoch[index] > access.writes[self.writer[index]]
-        if access.strong:
-            bad &= ~self.strong[index]
-        if bad.any():
-            raise self.fault("race", bad, index, "is written while another agent's write is not ordered before")
-        for agent, epochs in self.read_epoch.items():
+        self.check_read(index, access, "written")
+        for (agent, strong), epochs in self.read_epoch.items():
             bad = epochs[index] > access.reads[agent]
-            if bad.any():
+            if bad.any() and not (strong and access.strong):
                 raise self.fault("race", bad, index, f"is written while a read by agent {agent} is not ordered before")
 
     def mark_read(self, index: np.ndarray, access: Access) -> None:
-        if access.strong:
-            return
-        if access.agent not in self.read_epoch:
-            self.read_epoch[access.agent] = np.zeros(len(self.data), np.int32)
-        self.read_epoch[access.agent][index] = access.epoch
+        key = (access.agent, access.strong)
+        if key not in self.read_epoch:
+            self.read_epoch[key] = np.zeros(len(self.data), np.int32)
+        self.read_epoch[key][index] = access.epoch
 
     def read(self, index: np.ndarray, access: Access) -> np.ndarray:
         """Values of cells, all of which must have been written."""
@@ -248,6 +247,7 @@ class SharedMemory(Cells):
         super().__init__("shared", size, np.uint8)
         self.base = SHARED_BASE + (rank << RANK_SHIFT)
         self.objects: set[int] = set()  # offsets of live mbarriers
+        self.published: dict[int, tuple[int, np.ndarray]] = {}
 
     def offsets(self, addresses: np.ndarray, size: int) -> np.ndarray:
         """Checked byte offsets of the accesses."""
@@ -260,7 +260,14 @@ class SharedMemory(Cells):
             raise FaultError("out_of_bounds", f"shared: {where}", i)
         return offsets
 
-    def range(self, address: int, size: int) -> np.ndarray:
+    def range(self, address: int, size: int, access: Any = None, data: Any = None) -> Any:
+        """Consecutive bytes, or `data` is put there; without an access only the bounds are checked."""
+        index = self.places(address, size)
+        if data is not None:
+            self.write(index, data, access)
+        return self.read(index, access) if access and data is None else None
+
+    def places(self, address: int, size: int) -> np.ndarray:
         """Checked byte offsets of consecutive bytes."""
         if not self.base <= address <= self.base + len(self.data) - size:
             raise FaultError("out_of_bounds", f"shared: {size} bytes at {address:#x}")

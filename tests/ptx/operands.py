@@ -7,33 +7,19 @@ swizzle acts on bits of the address in shared memory, not of the offset in a til
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 
-from tests.ptx.floating import narrow
+from tests.ptx.floating import TYPES, narrow
 from tests.ptx.memory import SHARED_BASE
 from tests.ptx.trouble import FaultError
 
+PADDED = {"e2m3": 6, "e3m2": 6, "e2m1": 4}  # formats of less than a byte
 # name: (bits of an element, NumPy's type for it)
-FORMATS: dict[str, tuple[int, Any]] = {
-    "f16": (16, np.float16),
-    "bf16": (16, ml_dtypes.bfloat16),
-    "tf32": (32, np.float32),
-    "f32": (32, np.float32),
-    "e4m3": (8, ml_dtypes.float8_e4m3fn),
-    "e5m2": (8, ml_dtypes.float8_e5m2),
-    "e2m3": (6, ml_dtypes.float6_e2m3fn),
-    "e3m2": (6, ml_dtypes.float6_e3m2fn),
-    "e2m1": (4, ml_dtypes.float4_e2m1fn),
-    "ue4m3": (8, ml_dtypes.float8_e4m3fn),
-    "ue8m0": (8, ml_dtypes.float8_e8m0fnu),
-    "s8": (8, np.int8),
-    "u8": (8, np.uint8),
-    "s32": (32, np.int32),
-}
+FORMATS: dict[str, tuple[int, Any]] = {"s8": (8, np.int8), "u8": (8, np.uint8), "s32": (32, np.int32)}
+FORMATS |= {name: (PADDED.get(name, 8 * np.dtype(t).itemsize), t) for name, (t, _) in TYPES.items() if name != "f64"}
+FORMATS |= {"tf32": FORMATS["f32"], "ue4m3": FORMATS["e4m3"]}
 # Sums of products in a tensor core of sm_90: how many are added at once, the fraction bits that stay of each, and those
 # of a result in f32.
 CHUNK, FRACTION, RESULT = {"tf32": 8, "e4m3": 32, "e5m2": 32}, {"e4m3": 13, "e5m2": 13}, {"e4m3": 13, "e5m2": 13}
@@ -63,6 +49,8 @@ def fused_products(a: np.ndarray, b: np.ndarray, c: np.ndarray, name: str, to: s
     Some products and the sum so far are aligned to the largest exponent among them, cut behind FRACTION bits, added
     exactly, and the result cut to float32. PTX leaves the accuracy open; this was found on the hardware.
     """
+    if to == "s32":
+        return a @ b.T + c
     chunk, fraction = CHUNK.get(name, 16), FRACTION.get(name, 25)
     out = c
     for k in range(0, a.shape[1], chunk):
@@ -82,8 +70,7 @@ def fused_products(a: np.ndarray, b: np.ndarray, c: np.ndarray, name: str, to: s
     return out
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """A matrix in shared memory.
 
     Args:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from tests.ptx.trouble import TroubleError
 
@@ -18,8 +18,7 @@ TOKEN = re.compile(r'"[^"]*"|[%$.\w](?:[\w.$%]|::)*|[^\s]')
 NUMBER = re.compile(r"0[xX][0-9a-fA-F]+U?|0[fF][0-9a-fA-F]{8}|0[dD][0-9a-fA-F]{16}|\d+U?")
 
 
-@dataclass(frozen=True)
-class Register:
+class Register(NamedTuple):
     """A declared register; `slot` numbers those of an entry."""
 
     name: str
@@ -27,23 +26,20 @@ class Register:
     slot: int
 
 
-@dataclass(frozen=True)
-class Immediate:
+class Immediate(NamedTuple):
     """A constant: an integer's value, or the bits of a float."""
 
     value: int
     is_float: bool = False
 
 
-@dataclass(frozen=True)
-class Symbol:
+class Symbol(NamedTuple):
     """A name that is no register: a variable, parameter, label or special register."""
 
     name: str
 
 
-@dataclass(frozen=True)
-class Address:
+class Address(NamedTuple):
     """[base + offset], or [tensor map, {coordinates}]."""
 
     base: Register | Symbol | Immediate
@@ -51,22 +47,19 @@ class Address:
     coordinates: tuple[Operand, ...] = ()
 
 
-@dataclass(frozen=True)
-class Negated:
+class Negated(NamedTuple):
     """!p."""
 
     register: Register
 
 
-@dataclass(frozen=True)
-class Vector:
+class Vector(NamedTuple):
     """{a, b, ...}."""
 
     items: tuple[Operand, ...]
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(NamedTuple):
     """d|p: two destinations of one instruction; `_` as one of them is a Symbol."""
 
     first: Operand
@@ -76,8 +69,7 @@ class Pair:
 Operand = Register | Immediate | Symbol | Address | Negated | Vector | Pair
 
 
-@dataclass(frozen=True)
-class Instruction:
+class Instruction(NamedTuple):
     """One instruction; `target` is the index of the one that a branch leads to."""
 
     opcode: str
@@ -91,21 +83,19 @@ class Instruction:
     def parts(self) -> list[str]:
         return self.opcode.split(".")
 
-    def registers(self) -> list[Register]:
-        """All that it names, addresses and vectors included."""
-        found, left = [], list(self.operands)
+    def registers(self, first: int = 0) -> list[Register]:
+        """All that its operands from one on name, addresses and vectors included."""
+        found, left = [], list(self.operands[first:])
         while left:
             operand = left.pop()
             if isinstance(operand, Register):
                 found.append(operand)
-            elif isinstance(operand, (Vector, Address, Negated, Pair)):
-                left += [getattr(operand, f) for f in ("base", "register", "first", "second") if hasattr(operand, f)]
-                left += [*getattr(operand, "items", ()), *getattr(operand, "coordinates", ())]
+            elif isinstance(operand, tuple):
+                left += operand
         return found
 
 
-@dataclass(frozen=True)
-class Variable:
+class Variable(NamedTuple):
     """A parameter of an entry, or an array in shared memory; `size` 0 stands for what the launch gives."""
 
     name: str
@@ -325,13 +315,11 @@ class _Parser:
     def resolved(self, instruction: Instruction, visible: tuple[_Scope, ...]) -> Instruction:
         """A branch with its target: a label of its own scope or of one around it."""
         (label,) = instruction.operands
-        found = [
-            s.labels[label.name] for s in reversed(visible) if isinstance(label, Symbol) and label.name in s.labels
-        ]
+        labels = [scope.labels for scope in reversed(visible) if isinstance(label, Symbol)]
+        found = [known[label.name] for known in labels if label.name in known]
         if not found:
             raise TroubleError("syntax", "no such label", line=instruction.line, text=instruction.text)
-        fields = {name: getattr(instruction, name) for name in ("opcode", "operands", "guard", "line", "text")}
-        return Instruction(**fields, target=found[0])
+        return instruction._replace(target=found[0])
 
 
 def parse(text: str) -> Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,20 @@ from tests.ptx.decode import FULL, Decoder, Op, check_defined, instruction, lane
 from tests.ptx.parser import Instruction
 from tests.ptx.trouble import FaultError
 
-LANES = np.arange(32, dtype=np.uint32)
+LANES = np.arange(32)
+
+
+@functools.lru_cache(1024)
+def source_lanes(mode: str, amount: bytes, packed: bytes) -> tuple[np.ndarray, np.ndarray, int]:
+    """(lane that each lane reads, the same as masks, where the lane that was asked for is in range)."""
+    step, word = (np.frombuffer(raw, np.uint32).astype(np.int64) & 0x1F1F for raw in (amount, packed))
+    step, clamp, segment = step & 31, word & 31, word >> 8
+    low = LANES & segment
+    high = low | clamp & ~segment
+    j = {"up": LANES - step, "down": LANES + step, "bfly": LANES ^ step, "idx": low | step & ~segment}[mode]
+    inside = j >= high if mode == "up" else j <= high
+    lane = np.where(inside, j, LANES)
+    return lane, np.uint32(1) << lane.astype(np.uint32), int(np.packbits(inside, bitorder="little").view(np.uint32)[0])
 
 
 @instruction("shfl.sync", types=("b32",))
@@ -26,32 +40,14 @@ def shuffle(decoder: Decoder, ins: Instruction) -> Op:
     first, second = decoder.pair(destination)
     target, (a, b, c, member) = decoder.destination(ins, first, 32), decoder.sources(ins, tuple(rest), 32)
     predicate = decoder.predicate(ins, second)[0] if second is not None else None
-    if len(modifiers) != 1:
-        decoder.refuse(ins, f"{ins.opcode} is not modelled")
+    decoder.refuse_if(ins, len(modifiers) != 1)
     (mode,) = modifiers
-    places: dict[bytes, tuple[np.ndarray, np.ndarray, int]] = {}
-
-    def source_lanes(amount: np.ndarray, packed: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-        key = amount.tobytes() + packed.tobytes()
-        if key not in places:
-            step, clamp, segment = amount & 31, packed & 31, (packed >> 8) & 31
-            low = LANES & segment
-            high = low | (clamp & ~segment)
-            lane, by = LANES.astype(np.int64), step.astype(np.int64)
-            j = {"up": lane - by, "down": lane + by, "bfly": lane ^ by, "idx": low | (step & ~segment)}[mode]
-            inside = j >= high if mode == "up" else j <= high
-            from_lane = np.where(inside, j, lane).astype(np.int64)
-            valid = int(np.packbits(inside, bitorder="little").view(np.uint32)[0])
-            places[key] = (from_lane, np.uint32(1) << from_lane.astype(np.uint32), valid)
-            while len(places) > 256:
-                places.pop(next(iter(places)))
-        return places[key]
 
     def run(warp: Any, mask: int) -> bool:
         check_defined(warp, (b, c), mask)
         if not together(warp, mask, member):
             return False
-        from_lane, from_bit, valid = source_lanes(warp.regs[b], warp.regs[c])
+        from_lane, from_bit, valid = source_lanes(mode, warp.regs[b].tobytes(), warp.regs[c].tobytes())
         read = from_bit if mask == FULL else from_bit[lanes(mask)]
         needed = int(np.bitwise_or.reduce(read))
         if needed & ~mask:

@@ -12,13 +12,12 @@ from typing import Any
 import numpy as np
 
 from tests.ptx.access import address_of, addresses
-from tests.ptx.asynchronous import Stream
-from tests.ptx.decode import Decoder, Op, Run, bits, check_defined, first_lane, instruction, lanes, write
+from tests.ptx.decode import Decoder, Op, Run, aligned, bits, check_defined, first_lane, instruction, lanes, write
 from tests.ptx.mbarrier import mbarrier_at
 from tests.ptx.memory import ASYNC, COLUMNS, LANES, RANK_SHIFT, TENSOR, TensorMemory
 from tests.ptx.operands import FORMATS, Layout, elements, read_shared
 from tests.ptx.parser import Address, Immediate, Instruction, Vector
-from tests.ptx.trouble import FaultError
+from tests.ptx.trouble import FaultError, fault_if
 
 LANE = np.arange(32)[:, None]
 # Formats by the number in an instruction descriptor ("Instruction descriptor").
@@ -33,14 +32,12 @@ def uniform(warp: Any, slot: int, mask: int) -> int:
     """The value of a register that must be the same in all active lanes."""
     check_defined(warp, (slot,), mask)
     values = warp.regs[slot][lanes(mask)]
-    if (values != values[0]).any():
-        raise FaultError("tensor", "lanes of a warp give different values")
+    fault_if((values != values[0]).any(), "tensor", "lanes of a warp give different values")
     return int(values[0])
 
 
 def one_lane(mask: int) -> None:
-    if mask & (mask - 1):
-        raise FaultError("tensor", f"is issued by each of the lanes {mask:#x}, and acts as often")
+    fault_if(mask & (mask - 1), "tensor", f"is issued by each of the lanes {mask:#x}, and acts as often")
 
 
 @instruction("tcgen05.alloc", "tcgen05.dealloc", "tcgen05.relinquish_alloc_permit")
@@ -52,24 +49,17 @@ def allocate(decoder: Decoder, ins: Instruction) -> Op:
     decoder.modifiers(ins, {"cta_group::1", "sync", "aligned", "shared::cta", "b32"}, skip=2, last=0)
     name = ins.parts[1]
     operands = decoder.operands(ins, 0 if name == "relinquish_alloc_permit" else 2)
-    slot, offset, first, count = -1, 0, -1, -1
-    if operands:
-        count = decoder.source(ins, operands[1], 32)
-    if name == "alloc":
-        slot, offset = address_of(decoder, ins, operands[0], "shared")
-    elif name == "dealloc":
-        first = decoder.source(ins, operands[0], 32)
+    count = decoder.source(ins, operands[1], 32) if operands else -1
+    slot, offset = address_of(decoder, ins, operands[0], "shared") if name == "alloc" else (-1, 0)
+    first = decoder.source(ins, operands[0], 32) if name == "dealloc" else -1
 
     def run(warp: Any, mask: int) -> bool:
-        if mask != warp.live:
-            return False
         tensor: TensorMemory = warp.cta.tensor
         if name == "relinquish_alloc_permit":
             tensor.relinquished = True
             return True
         columns = uniform(warp, count, mask)
-        if columns not in (32, 64, 128, 256, 512):
-            raise FaultError("tensor", f"{columns} columns: a power of 2 from 32 to 512")
+        fault_if(columns not in (32, 64, 128, 256, 512), "tensor", f"{columns} columns: a power of 2 from 32 to 512")
         if name == "dealloc":
             if tensor.owned.get(uniform(warp, first, mask)) != columns:
                 raise FaultError("tensor", f"frees {columns} columns; allocated: {tensor.owned or 'nothing'}")
@@ -77,8 +67,7 @@ def allocate(decoder: Decoder, ins: Instruction) -> Op:
             tensor.check_write(cells, warp.access(ins.line))
             del tensor.owned[uniform(warp, first, mask)]
             return True
-        if tensor.relinquished:
-            raise FaultError("tensor", "allocates after giving up the right to")
+        fault_if(tensor.relinquished, "tensor", "allocates after giving up the right to")
         taken = {c for start, n in tensor.owned.items() for c in range(start, start + n)}
         free = [c for c in range(0, COLUMNS, columns) if taken.isdisjoint(range(c, c + columns))]
         if not free:
@@ -89,7 +78,7 @@ def allocate(decoder: Decoder, ins: Instruction) -> Op:
         warp.cta.shared.store(where, np.array([[free[0]]], np.uint32).view(np.uint8), warp.access(ins.line))
         return True
 
-    return Op(run, "waits")
+    return aligned(run)
 
 
 def fragment(shape: str, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -114,40 +103,31 @@ def move(decoder: Decoder, ins: Instruction) -> Op:
     """
     shape, loads = ins.parts[4], ins.parts[1] == "ld"
     packs = ("pack::16b" if loads else "unpack::16b") in ins.parts
-    if shape not in REGISTERS or len(ins.parts) != 7 + packs or (packs and shape != "32x32b"):
-        decoder.refuse(ins, f"{ins.opcode} is not modelled")
+    decoder.refuse_if(ins, shape not in REGISTERS or len(ins.parts) != 7 + packs or (packs and shape != "32x32b"))
     operands = decoder.operands(ins, 2)
     registers, where = operands if loads else operands[::-1]
-    slot, offset = address_of(decoder, ins, where, "shared")
-    items = decoder.items(registers)
-    if len(items) != REGISTERS[shape] * int(ins.parts[5][1:]):
-        decoder.refuse(ins, f"{len(items)} registers for {ins.opcode}")
+    slot, offset = address_of(decoder, ins, where, "tensor")
+    items = decoder.registers(ins, registers, REGISTERS[shape] * int(ins.parts[5][1:]))
     slots = [decoder.destination(ins, i, 32) if loads else decoder.source(ins, i, 32) for i in items]
     row, column = fragment(shape, len(items) * (1 + packs))
 
-    def run(warp: Any, mask: int) -> bool:
-        if mask != warp.live:
-            return False
+    def run(warp: Any, mask: int) -> None:
         at = uniform(warp, slot, mask) + offset
         lane, first = at >> 16, at & 0xFFFF
-        quarter = 32 * (warp.id % 4)
-        if ((warp.cluster.strict or lane >= 32) and lane // 32 * 32 != quarter) or lane % (
-            32 if shape == "32x32b" else 16
-        ):
+        quarter, foreign = 32 * (warp.id % 4), warp.cluster.strict or lane >= 32
+        if (foreign and lane // 32 * 32 != quarter) or lane % (32 if shape == "32x32b" else 16):
             raise FaultError("tensor", f"lane {lane}: warp {warp.id} reaches those from {quarter} on")
         lane = quarter + lane % 32
-        tensor: TensorMemory = warp.cta.tensor
+        tensor, stream = warp.cta.tensor, warp.stream("tcgen05.ld" if loads else "tcgen05.st")
         cells = tensor.cells(lane + row, first + column)
-        stream: Stream = warp.stream("tcgen05.ld" if loads else "tcgen05.st")
+        (access,) = stream.accesses(ins.line, TENSOR)
         if not loads:
             check_defined(warp, tuple(slots), mask)
             words = np.stack([warp.regs[source] for source in slots], 1)
             if packs:
                 words = np.stack([words & 0xFFFF, words >> 16], 2).reshape(32, -1)
-            (access,) = stream.accesses(ins.line, TENSOR)
             stream.issue(lambda: tensor.write(cells, words, access), ins, mask)
-            return True
-        (access,) = stream.accesses(ins.line, TENSOR)
+            return
         tensor.check_read(cells, access)
         tensor.mark_read(cells, access)
         words, known = tensor.data[cells], tensor.written[cells]
@@ -161,9 +141,8 @@ def move(decoder: Decoder, ins: Instruction) -> Op:
             warp.loading |= dict.fromkeys(slots, stream.issued)
         else:
             stream.wait_for(stream.issued)
-        return True
 
-    return Op(run, "waits")
+    return aligned(run)
 
 
 @instruction("tcgen05.wait::ld.sync.aligned", "tcgen05.wait::st.sync.aligned")
@@ -223,10 +202,9 @@ def copy(decoder: Decoder, ins: Instruction) -> Run:
     shape, rest = ins.parts[3], ins.parts[4:]
     cast = rest.pop(0) if rest and rest[0].startswith("warp") else ""
     form = ".".join(rest)
-    if shape not in CP_ROWS or cast not in CP_LANES or form not in CP_BITS:
-        decoder.refuse(ins, f"{ins.opcode} is not modelled")
+    decoder.refuse_if(ins, shape not in CP_ROWS or cast not in CP_LANES or form not in CP_BITS)
     where, descriptor = decoder.operands(ins, 2)
-    (slot, offset), source = address_of(decoder, ins, where, "shared"), decoder.source(ins, descriptor, 64)
+    (slot, offset), source = address_of(decoder, ins, where, "tensor"), decoder.source(ins, descriptor, 64)
     (rows, width), size = CP_ROWS[shape], CP_BITS[form]
 
     def run(warp: Any, mask: int) -> None:
@@ -282,8 +260,7 @@ class Shape:
         if word & must_be_0 or not all(code in names for code in codes):
             raise FaultError("descriptor", f"instruction descriptor {word:#010x} has bits that are not modelled")
         self.formats = tuple(names[code] for code in codes)
-        sizes = (128,) if scaled else (64, 128)
-        if self.m not in sizes or not 8 <= self.n <= 256:
+        if self.m not in ((128,) if scaled else (64, 128)) or not 8 <= self.n <= 256:
             raise FaultError("descriptor", f"a product of {self.m} by {self.n} is not modelled")
 
     def lanes(self) -> np.ndarray:
@@ -302,21 +279,19 @@ def mma(decoder: Decoder, ins: Instruction) -> Op:
     blocks = {"block16": 4, "block32": 2, "scale_vec::1X": 1, "scale_vec::2X": 2, "scale_vec::4X": 4}
     modifiers = decoder.modifiers(ins, {"block_scale", *blocks} | COLLECT, skip=4, last=0)
     scaled = "block_scale" in modifiers
-    if kind not in KINDS or scaled != kind.startswith("mx"):
-        decoder.refuse(ins, f"{ins.opcode} is not modelled")
+    decoder.refuse_if(ins, kind not in KINDS or scaled != kind.startswith("mx"))
     default = {"mxf8f6f4": 1, "mxf4": 2, "mxf4nvf4": 4}.get(kind, 0)
     vector = next((blocks[m] for m in modifiers if m in blocks), default)
     d, a, b, described, *rest = ins.operands
-    to = address_of(decoder, ins, d, "shared")
+    to = address_of(decoder, ins, d, "tensor")
     in_tensor = isinstance(a, Address)
-    left = address_of(decoder, ins, a, "shared") if in_tensor else (decoder.source(ins, a, 64), 0)
+    left = address_of(decoder, ins, a, "tensor") if in_tensor else (decoder.source(ins, a, 64), 0)
     right, shape_slot = decoder.source(ins, b, 64), decoder.source(ins, described, 32)
-    scales = [address_of(decoder, ins, rest.pop(0), "shared") for _ in range(2 * scaled)]
+    scales = [address_of(decoder, ins, rest.pop(0), "tensor") for _ in range(2 * scaled)]
     kept = decoder.sources(ins, decoder.items(rest.pop(0)), 32) if isinstance(rest[0], Vector) else ()
     keep, flip = decoder.predicate(ins, rest.pop(0))
     halvings = rest.pop().value if rest and isinstance(rest[0], Immediate) else 0
-    if rest or len(kept) not in (0, 4):
-        decoder.refuse(ins, f"{len(ins.operands)} operands of {ins.opcode}")
+    decoder.refuse_if(ins, rest or len(kept) not in (0, 4), f"{len(ins.operands)} operands of {ins.opcode}")
 
     def run(warp: Any, mask: int) -> None:
         one_lane(mask)

@@ -7,26 +7,24 @@ anything else in them is refused. Modelled are tiled maps, dense in shared memor
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tests.ptx.access import address_of, addresses
-from tests.ptx.copies import with_mbarrier
+from tests.ptx.copies import BULK, with_mbarrier
 from tests.ptx.decode import Decoder, Run, check_defined, instruction
 from tests.ptx.mbarrier import mbarrier_at
 from tests.ptx.memory import ASYNC, PARAM_WINDOW, RANK_SHIFT
 from tests.ptx.parser import Address, Instruction
 from tests.ptx.tensor import one_lane, uniform
-from tests.ptx.trouble import FaultError
+from tests.ptx.trouble import FaultError, fault_if
 
 BITS = {0: 8, 1: 16, 2: 32, 4: 64, 6: 16, 7: 32, 9: 64, 10: 16, 11: 4}  # of an element, by the type's number
 SIZE = 128
 
 
-@dataclass(frozen=True)
-class TensorMap:
+class TensorMap(NamedTuple):
     """A tensor in global memory, dimension 0 contiguous, and the box of it that a copy moves.
 
     Args:
@@ -51,16 +49,9 @@ class TensorMap:
         known = 0xF | 7 << 4 | 15 << 7 | 3 << 13 | 1 << 16 | 3 << 17 | 1 << 21 | 0xFFFFFFFF << 32
         if word & ~known or word & 15 not in (0, 2) or rank > 5 or kind not in BITS:
             raise FaultError("unmodelled", f"a tensor map with {word:#x} in its second word")
-        dims = [n + 1 for n in halves[8:13]]
-        strides = [n * 16 for n in halves[3:7]]
-        return cls(
-            int(words[0]),
-            BITS[kind],
-            tuple(dims[:rank]),
-            tuple(strides[: rank - 1]),
-            tuple(n + 1 for n in tail[55 : 55 + rank]),
-            16 << (word >> 13 & 3) if word >> 13 & 3 else 16,
-        )
+        dims, strides = (n + 1 for n in halves[8 : 8 + rank]), (n * 16 for n in halves[3 : 2 + rank])
+        box, swizzle = (n + 1 for n in tail[55 : 55 + rank]), 16 << (word >> 13 & 3)
+        return cls(int(words[0]), BITS[kind], tuple(dims), tuple(strides), tuple(box), swizzle)
 
     def places(self, corner: list[int]) -> tuple[np.ndarray, np.ndarray]:
         """Of each byte of the box, in its order in shared memory: its global address, and whether it is inside."""
@@ -86,21 +77,13 @@ def read_map(warp: Any, address: int) -> TensorMap:
     raise FaultError("out_of_bounds", f"no tensor map at {address:#x}")
 
 
-FORMS = {
-    "global",
-    "shared::cta",
-    "shared::cluster",
-    "tile",
-    "mbarrier::complete_tx::bytes",
-    "bulk_group",
-    "L2::cache_hint",
-}
+FORMS = BULK | {"tile", "multicast::cluster"} | {f"{n}d" for n in range(1, 6)}
 
 
 @instruction("cp.async.bulk.tensor")
 def copy_tensor(decoder: Decoder, ins: Instruction) -> Run:
     """A box between global and shared memory; to shared memory its bytes count on an mbarrier, whole, also zeros."""
-    modifiers = decoder.modifiers(ins, FORMS | {f"{n}d" for n in range(1, 6)} | {"multicast::cluster"}, skip=4, last=0)
+    modifiers = decoder.modifiers(ins, FORMS, skip=4, last=0)
     loads = ins.parts[5].startswith("shared")
     operands = list(decoder.operands(ins, 2 + loads + len(modifiers & {"multicast::cluster", "L2::cache_hint"})))
     tensor, shared = operands[:2][::-1] if loads else operands[:2]
@@ -119,14 +102,13 @@ def copy_tensor(decoder: Decoder, ins: Instruction) -> Run:
         corner = [int(np.int32(np.uint32(uniform(warp, c, mask)))) for c in coordinates]
         where, inside = found.places(corner)
         place, counter = int(addresses(warp, slot, offset, mask)[0]), int(addresses(warp, barrier, barrier_at, mask)[0])
-        if place % 128:
-            raise FaultError("misaligned", f"a box at {place:#x}")
+        fault_if(place % 128, "misaligned", f"a box at {place:#x}")
         low = int(where[inside].min()) if inside.any() else 0
         span = int(where[inside].max()) + 1 - low if inside.any() else 0
 
         def target(at: int) -> tuple[Any, np.ndarray]:
             memory_there = cluster.shared_of(at)
-            line = memory_there.range(at, len(where)) + memory_there.base
+            line = memory_there.places(at, len(where)) + memory_there.base
             return memory_there, (line ^ (line >> 3 & (found.swizzle - 16))) - memory_there.base
 
         def load(access: Any, at: int) -> None:

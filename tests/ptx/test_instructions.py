@@ -434,3 +434,97 @@ def test_a_launch_that_does_not_fit_is_refused() -> None:
     ):
         with pytest.raises(TroubleError, match="launch"):
             run_launch(launch, [])
+
+
+# What is ordered, and what is not.
+
+ONE, OTHER = "setp.lt.u32 %p0, %r1, 32; @!%p0 bra OTHER;", "bra END; OTHER:"
+UNORDERED = {
+    # name: (kinds, body) of two warps
+    "a barrier passed on an arrival of the phase before": (
+        {"deadlock"}, f"{START} {ONE} bar.arrive 1, 64; bar.sync 2, 64; bar.sync 1, 64; {OTHER}"
+        "bar.sync 1, 64; bar.sync 2, 64; END:",
+    ),
+    "two arrivals of a warp in one phase": (
+        {"barrier"}, f"{START} {ONE} bar.arrive 1, 64; bar.arrive 1, 64; bar.sync 2, 64; {OTHER}"
+        "bar.sync 2, 64; bar.sync 1, 64; END:",
+    ),
+    "each lane has one group, and waits for none": (
+        {"race", "uninitialised"}, f"{SHARED} setp.eq.u32 %p0, %r1, 0; setp.eq.u32 %p1, %r1, 1;"
+        "@%p0 cp.async.ca.shared.global [%r3], [%x2], 4; @%p0 cp.async.commit_group;"
+        "@%p1 cp.async.ca.shared.global [%r3], [%x2], 4; @%p1 cp.async.commit_group;"
+        "cp.async.wait_group 1; @%p0 ld.shared.b32 %r4, [%r3];",
+    ),
+    "a relaxed read and an ordinary write": (
+        {"race"}, f"{SHARED} st.shared.b32 [%r3], 0; bar.sync 0; {ONE} ld.relaxed.cta.shared.b32 %r4, [%r2]; {OTHER}"
+        "st.shared.b32 [%r2], 1; END:",
+    ),
+    "two read, and one of them writes": (
+        {"race"}, f"{START} ld.global.b32 %r4, [%x0]; setp.eq.u32 %p0, %r1, 32; @%p0 st.global.b32 [%x0], %r4;",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNORDERED)
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_not_ordered_is_seen_in_any_schedule(name: str, seed: int) -> None:
+    kinds, body = UNORDERED[name]
+    for mode in ("early", "late"):
+        with pytest.raises(TroubleError) as caught:
+            run(body, np.zeros(64, np.uint32), mode=mode, seed=seed, threads=64)
+        assert caught.value.kind in kinds, caught.value
+
+
+def grid(body: str, *arrays: np.ndarray, seed: int = 0, threads: int = 32, cluster: tuple[int, ...] = ()) -> None:
+    """Run two CTAs at once."""
+    arguments = [a.ctypes.data.to_bytes(8, "little") for a in arrays]
+    text = kernel(body, len(arrays), threads)
+    launch = Launch(text, arguments, (threads, 1, 1), grid=(2, 1, 1), cluster=cluster)
+    run_launch(launch, list(arrays), seed=seed, together=2)
+
+
+MESSAGE = """ld.param.b64 %x0, [a0]; mov.u32 %r1, %ctaid.x; setp.eq.u32 %p0, %r1, 0; @!%p0 bra OTHER;
+    st.global.b32 [%x0], 7; fence.acq_rel.gpu; st.relaxed.gpu.global.b32 [%x0+4], 1; bra END;
+    OTHER: ld.relaxed.gpu.global.b32 %r2, [%x0+4]; setp.ne.u32 %p1, %r2, 1; @%p1 bra OTHER;
+    fence.acq_rel.gpu; ld.global.b32 %r3, [%x0]; st.global.b32 [%x0+8], %r3; END:"""
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_message_between_ctas_needs_both_fences(seed: int) -> None:
+    out = np.zeros(4, np.uint32)
+    grid(MESSAGE, out, seed=seed)
+    assert out.tolist() == [7, 1, 7, 0]
+    for body in (MESSAGE.replace("fence.acq_rel.gpu;", "", 1), MESSAGE.replace("fence.acq_rel.gpu; ld", "ld")):
+        with pytest.raises(TroubleError, match="race"):
+            grid(body, np.zeros(4, np.uint32), seed=seed)
+
+
+@pytest.mark.parametrize("seed", range(4, 8))
+def test_flags_in_shared_memory_of_ctas_that_run_together(seed: int) -> None:
+    body = f"""{SHARED} st.shared.b32 [%r3], 0; bar.sync 0; {ONE}
+    st.shared.b32 [%r3], %r1; st.release.cta.shared.b32 [%r2+128], 1; {OTHER}
+    WAIT: ld.acquire.cta.shared.b32 %r4, [%r2+128]; setp.ne.u32 %p1, %r4, 1; @%p1 bra WAIT;
+    ld.shared.b32 %r5, [%r3+-128]; mov.u32 %r6, %ctaid.x; mad.wide.u32 %x2, %r6, 256, %x2; st.global.b32 [%x2], %r5;
+    END:"""
+    out = np.zeros(128, np.uint32)
+    grid(body, out, seed=seed, threads=64)
+    assert out.reshape(4, 32)[1::2].tolist() == [list(range(32))] * 2
+
+
+GENERIC = """mov.b64 %x1, smem; cvta.shared.u64 %x1, %x1; setp.ne.b32 %p0, %r1, 0; @!%p0 mbarrier.init.b64 [%x1], 64;
+    bar.sync 0; mbarrier.arrive.b64 %d0, [%x1]; WAIT: mbarrier.test_wait.b64 %p1, [%x1], %d0; @!%p1 bra WAIT;"""
+
+
+def test_mbarriers_by_generic_addresses() -> None:
+    run(START + GENERIC, np.zeros(64, np.uint32), threads=64)
+    for one, other in (("cvta.shared.u64 %x1, %x1;", ""), (".b64 %d0", ".shared.b64 %d0")):
+        with pytest.raises(TroubleError, match=r"mbarrier|out_of_bounds"):
+            run(START + GENERIC.replace(one, other), np.zeros(64, np.uint32), threads=64)
+
+
+def test_a_wait_is_for_an_mbarrier_of_the_own_cta() -> None:
+    body = """mov.b32 %r2, smem; mov.u32 %r1, %tid.x; setp.eq.u32 %p0, %r1, 0; @%p0 mbarrier.init.shared.b64 [%r2], 1;
+    barrier.cluster.arrive; barrier.cluster.wait; mapa.shared::cluster.u32 %r3, %r2, 1;
+    mbarrier.test_wait.parity.shared.b64 %p1, [%r3], 1; barrier.cluster.arrive; barrier.cluster.wait;"""
+    with pytest.raises(TroubleError, match="another CTA"):
+        grid(body, cluster=(2, 1, 1))

@@ -88,3 +88,13 @@ def test_what_orders_is_needed(name: str) -> None:
     assert found
     missed = [statement for statement, without in found if not noticed(kernel, without)]
     assert missed == NEEDLESS.get(name, [])
+
+
+@pytest.mark.skipif(not OUTPUTS, reason="no vectors are stored: run python -m tests.ptx.hardware on a GPU")
+@pytest.mark.parametrize("touch", ["mov.b32 %q0, 0;", "add.u32 %q1, %q1, 1;", "mov.b32 %c0, 0;"])
+def test_registers_of_a_wgmma_are_left_alone_until_its_wait(touch: str) -> None:
+    kernel = KERNELS["wgmma_bf16_registers"]
+    ptx = kernel.ptx.replace("wgmma.commit_group", touch + " wgmma.commit_group")
+    maps = OUTPUTS[kernel.name][len(kernel.outputs) :]
+    with pytest.raises(TroubleError, match="missing_wait"):
+        interpreted(dataclasses.replace(kernel, ptx=ptx), maps, "early", 0)

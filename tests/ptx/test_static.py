@@ -3,7 +3,8 @@
 The static verifier (`verifier`) decides it for the PTX of sm_103a as it is compiled, launched as the host code launches
 it. Grid: every dtype of checkpoint and activations, heads whole and split, a group of two heads and groups of one, all
 three ring layouts, both index dtypes, dependent launch; rows that read and rows that fold beside each other and, of
-head_dim 80, one that folds, around the end of the ring, and padding. A CTA that appends beside one that reads its
+head_dim 80, one that folds, around the end of the ring, and padding; of each delta rule a group of two heads, whole,
+and one head, split, whose records are stored in pieces. A CTA that appends beside one that reads its
 window is what no schedule of the interpreter shows. The verdicts stand in docs/records/static.json and must not get
 worse. Teeth: faults in the PTX, and two rows of one slot, each change the verdict; faults that the tool cannot see are
 named as such.
@@ -24,8 +25,10 @@ import torch
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
 from cute_kernels.configs import RingLayout, StepConfig
+from replayssm.spec import Recurrence
 from tests.helpers.cases import Case
-from tests.helpers.oracle import ALL, BARE, F32, PAD, Given, Scene
+from tests.helpers.draw import AnyGiven, DeltaGiven
+from tests.helpers.oracle import BARE, F32, PAD, Given, Scene
 from tests.ptx import recorder
 from tests.ptx.launches import Bench, Interpreted
 from tests.ptx.verifier import Verdict, tool_version, verify, why_no_verifier
@@ -38,9 +41,9 @@ BF16, F16 = torch.bfloat16, torch.float16
 RANKS = {"failed": 0, "not_run": 1, "incomplete": 1, "passed": 2}
 
 
-def case(heads: int, groups: int, head_dim: int, d_state: int, window: int, *dtypes: torch.dtype) -> Case:
-    activation, checkpoint = dtypes
-    return Case("mamba2", heads, groups, head_dim, d_state, window, 1, activation, checkpoint)
+def case(sizes: tuple[int, int, int, int], window: int, *dtypes: torch.dtype, kind: Recurrence = "mamba2") -> Case:
+    """A case of (value heads, key heads, head_dim, d_state), dtypes of activation and checkpoint."""
+    return Case(kind, *sizes, window, 1, *dtypes)
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class Run:
     case: Case
     counts: tuple[int, ...]
     forced: tuple[int, ...] | None = None
-    given: Given = ALL
+    given: AnyGiven | None = None
     split: int = 1
     pdl: bool = False
     layout: RingLayout = "record_major"
@@ -87,22 +90,34 @@ class Run:
         return verify(launch, tuple(contents))
 
 
-PAIR, SINGLE = (case(heads, 1, 64, 64, 5, BF16, F32) for heads in (2, 1))
+PAIR, SINGLE = (case((heads, 1, 64, 64), 5, BF16, F32) for heads in (2, 1))
 RUNS = {
     "step, all inputs, a group of two heads": Run(PAIR, (3, 4, PAD), forced=(1,)),
     "step, two CTAs a head, head-major, no mask": Run(
-        case(1, 1, 64, 64, 17, F32, F16), (16, 17), given=Given(D=None, dt_bias=None), split=2, layout="head_major"
+        case((1, 1, 64, 64), 17, F32, F16), (16, 17), given=Given(D=None, dt_bias=None), split=2, layout="head_major"
     ),
     "step, d_state 128, dependent launch, int64": Run(
-        case(1, 1, 64, 128, 16, F16, F16), (9, 16), given=Given(z=False), pdl=True, index=torch.int64
+        case((1, 1, 64, 128), 16, F16, F16), (9, 16), given=Given(z=False), pdl=True, index=torch.int64
     ),
     "step, head_dim 80, strided, no optional input": Run(
-        case(1, 1, 80, 64, 5, F32, BF16), (2,), forced=(0,), given=BARE, layout="strided"
+        case((1, 1, 80, 64), 5, F32, BF16), (2,), forced=(0,), given=BARE, layout="strided"
+    ),
+    "gdn step, a group of two heads": Run(
+        case((2, 1, 64, 64), 5, BF16, F32, kind="gdn"), (3, 4, PAD), forced=(1,), given=DeltaGiven(round_beta=True)
+    ),
+    "gdn step, two CTAs a head, strided": Run(
+        case((1, 1, 64, 128), 16, BF16, BF16, kind="gdn"), (9, 16), given=DeltaGiven(l2norm_eps=None), split=2,
+        layout="strided"
+    ),
+    "kda step, a group of two heads": Run(case((2, 1, 64, 64), 5, BF16, F32, kind="kda"), (3, 4, PAD), forced=(1,)),
+    "kda step, two CTAs a head, bounded": Run(
+        case((1, 1, 64, 64), 3, F16, F16, kind="kda"), (2, 3), given=DeltaGiven(lower_bound=-5.0), split=2
     ),
     "commit, two CTAs": Run(SINGLE, tuple(range(4)) * 40, forced=(0, 5, 130), commits=True),
     "commit, int64": Run(SINGLE, (2, PAD, 5), index=torch.int64, commits=True),
 }  # fmt: skip
 READS, FOLDS = Run(SINGLE, (3,)), Run(SINGLE, (5,))
+DELTA = case((1, 1, 64, 64), 5, BF16, F32, kind="gdn")
 
 
 def worse(before: dict[str, Any] | None, now: Verdict, *, same_tools: bool) -> list[str]:
@@ -173,6 +188,10 @@ FAULTS: dict[str, tuple[Run, Callable[[str], str], str, str]] = {
     "no mbarrier": (READS, without(r"mbarrier\.init\S+\s+[^;]*;"), "tool_failure", "without an initializer"),
     "absent records loaded": (Run(PAIR, (3,)), without(r"@p (ld\.global\.cs\.b32)", 0, r"\1"), RACE, ORDER),
     "a key appended by every lane": (Run(PAIR, (3,)), without(r"@p (st\.global\.v2\.b32)", 0, r"\1"), RACE, ORDER),
+    "gdn: no barrier behind the partial sums": (Run(DELTA, (3,)), without(BARRIER, 2), RACE, ORDER),
+    "gdn: no wait in a row that reads": (Run(DELTA, (3,)), without(WAIT, 0), RACE, ORDER),
+    "gdn: a key appended by every warp": (
+        Run(DELTA, (3,)), without(r"@p (st\.global\.v2\.b32)", 0, r"\1"), RACE, ORDER),
 }  # fmt: skip
 
 
@@ -201,8 +220,8 @@ def test_what_the_verifier_does_not_see() -> None:
 
     def change(ptx: str) -> str:
         ptx = without(r"fence\.mbarrier_init\S*;")(ptx)
-        ptx = without(r"(ld\.shared\.v4\.b32 [^;]*)\+128\]", 0, r"\1+120]")(ptx)
-        return without(r"(ld\.shared\.v4\.b32 [^;]*)\+12416\]", 0, r"\1+28800]")(ptx)
+        ptx = without(r"(ld\.shared\.v4\.b32 [^;]*)\+\d+\]", 1, r"\1+8]")(ptx)
+        return without(r"(ld\.shared\.v4\.b32 [^;]*)\+\d+\]", 2, r"\1+28800]")(ptx)
 
     assert READS.verdict(change).result == "race_free"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 MAX_TEXT = 240
 
 
@@ -19,6 +21,11 @@ class FaultError(Exception):
         self.kind, self.detail, self.index = kind, detail, index
 
 
+def fault_if(wrong: Any, kind: str, detail: str, index: int | None = None) -> None:
+    if wrong:
+        raise FaultError(kind, detail, index)
+
+
 class TroubleError(Exception):
     """A kernel is wrong, or does what is not modelled (kind "unmodelled").
 
@@ -28,21 +35,10 @@ class TroubleError(Exception):
         cta, warp, lane: where it happened, as far as it is known.
     """
 
-    def __init__(
-        self,
-        kind: str,
-        detail: str,
-        *,
-        line: int = 0,
-        text: str = "",
-        cta: tuple[int, int, int] | None = None,
-        warp: int | None = None,
-        lane: int | None = None,
-    ) -> None:
+    def __init__(self, kind: str, detail: str, *, line: int = 0, text: str = "", **where: Any) -> None:
         self.kind, self.detail, self.line, self.text = kind, detail, line, text.strip()[:MAX_TEXT]
-        self.cta, self.warp, self.lane = cta, warp, lane
-        where = [
-            f"{name} {value}" for name, value in (("CTA", cta), ("warp", warp), ("lane", lane)) if value is not None
-        ]
+        self.cta, self.warp, self.lane = (where.get(name) for name in ("cta", "warp", "lane"))
+        known = (("CTA", self.cta), ("warp", self.warp), ("lane", self.lane))
+        place = ", ".join(f"{name} {value}" for name, value in known if value is not None)
         at = f"\n  line {line}: {self.text}" if line else ""
-        super().__init__(f"{kind}: {detail}{' (' + ', '.join(where) + ')' if where else ''}{at}")
+        super().__init__(f"{kind}: {detail}{f' ({place})' if place else ''}{at}")

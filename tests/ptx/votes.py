@@ -66,8 +66,7 @@ def match(decoder: Decoder, ins: Instruction) -> Op:
     destination, a, _ = decoder.operands(ins, 3)
     source, every = decoder.source(ins, a, BITS[ins.parts[-1]]), ins.parts[1] == "all"
     word, flag = decoder.pair(destination)
-    if flag is not None and not every:
-        decoder.refuse(ins, f"{ins.opcode} writes no predicate")
+    decoder.refuse_if(ins, flag is not None and not every, f"{ins.opcode} writes no predicate")
 
     def work(warp: Any, mask: int) -> tuple[Any, int]:
         same = [bits(warp.regs[source] == one) & mask for one in warp.regs[source]]
@@ -116,6 +115,5 @@ def elect(decoder: Decoder, ins: Instruction) -> Op:
     decoder.modifiers(ins, set(), skip=2, last=0)
     destination, _ = decoder.operands(ins, 2)
     word, flag = decoder.pair(destination)
-    if flag is None:
-        decoder.refuse(ins, "elect.sync writes d|p")
+    decoder.refuse_if(ins, flag is None, "elect.sync writes d|p")
     return finish(decoder, ins, word, flag, (), lambda warp, mask: (first_lane(mask), mask & -mask))

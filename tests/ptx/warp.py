@@ -39,7 +39,7 @@ class Warp:
         self.loading: dict[int, int] = {}  # registers that asynchronous work has yet to fill, and its epoch
         self.warpgroup_fenced = False
         self.fenced: np.ndarray | None = None
-        self.observed: np.ndarray | None = None
+        self.observed: dict[Any, tuple[int, np.ndarray]] = {}  # what a fence will take up
         self.executed = 0
         known = self._special(first + np.arange(32))
         for slot in decoder.shared_addresses:
@@ -73,6 +73,13 @@ class Warp:
         """An ordinary access of this warp, now."""
         seen = self.cluster.clocks.state[self.agent, GENERIC]
         return Access(self.agent, int(seen[self.agent]), line, seen, seen, self.cluster.number, strong)
+
+    def take_up(self, number: int, clock: np.ndarray) -> None:
+        """Acquire what a cluster has published."""
+        if number == self.cluster.number:
+            self.cluster.clocks.acquire(self.agent, clock)
+        else:
+            self.cta.memory.trusted.add(self.cluster.number)
 
     def join(self, pc: int, mask: int) -> None:
         self.groups[pc] = self.groups.get(pc, 0) | mask
@@ -120,13 +127,13 @@ class Warp:
                 pc += 1
             self.join(pc, mask)
         except FaultError as fault:
-            raise self.trouble(fault, pc, active) from fault
+            raise self.trouble(fault, instructions[pc], active) from fault
 
     def _check_loading(self, ins: Instruction) -> None:
         """Registers on their way may be handed on by mov, which the assembler moves behind the wait, but not used."""
         named = [register.slot for register in ins.registers()]
         epochs = [self.loading[slot] for slot in named if slot in self.loading]
-        if epochs and ins.parts[0] == "mov":
+        if epochs and ins.parts[0] == "mov" and any(r.slot in self.loading for r in ins.registers(1)):
             self.loading |= dict.fromkeys(named, max(epochs))
         elif epochs and ins.parts[0] != "wgmma":
             name = next(self.names[slot] for slot in named if slot in self.loading)
@@ -140,29 +147,24 @@ class Warp:
         """Branch, exit or wait; returns whether the group has to be chosen anew."""
         if not active:
             return False
-        target = self.cta.program.entry.instructions[pc].target
-        if op.kind == "waits":
-            if not op.run(self, active):
-                self.executed -= 1
-                self.cta.counts[pc] -= 1
-                if mask & ~active:
-                    self.join(pc + 1, mask & ~active)
-                self.join(pc, active)
-                self.blocked.add(pc)
-                return True
+        if op.kind == "waits" and op.run(self, active):
             return False
-        if op.kind == "exit":
-            self.live &= ~active
-        else:
-            self.join(target, active)
         if mask & ~active:
             self.join(pc + 1, mask & ~active)
+        if op.kind == "waits":
+            self.executed -= 1
+            self.cta.counts[pc] -= 1
+            self.join(pc, active)
+            self.blocked.add(pc)
+        elif op.kind == "exit":
+            self.live &= ~active
+        else:
+            self.join(self.cta.program.entry.instructions[pc].target, active)
         if self.executed > MAX_WARP_INSTRUCTIONS:
             raise FaultError("endless", f"{MAX_WARP_INSTRUCTIONS} instructions of one warp")
         return True
 
-    def trouble(self, fault: FaultError, pc: int, mask: int) -> TroubleError:
-        ins = self.cta.program.entry.instructions[pc]
+    def trouble(self, fault: FaultError, ins: Instruction, mask: int) -> TroubleError:
         lane = first_lane(mask) if fault.index is None else nth_lane(mask, fault.index)
         where: dict[str, Any] = {"cta": self.cta.place, "warp": self.id, "lane": lane}
         return TroubleError(fault.kind, fault.detail, line=ins.line, text=ins.text, **where)

@@ -168,7 +168,7 @@ def delta_case(kind: str, key_heads: int, lower_bound: float | None = None) -> t
 
 DELTA_FUNCTIONS = [
     pytest.param("gdn", name, function, None, id=f"{name}-{form}")
-    for name in ("qwen3_next", "qwen3_5")
+    for name in ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp")
     for form, function in (("step", "torch_recurrent_gated_delta_rule"), ("chunk", "torch_chunk_gated_delta_rule"))
 ] + [
     pytest.param("kda", name, function, bound, id=f"{name}-{form}")
@@ -197,6 +197,37 @@ def test_delta_rule(kind: str, name: str, function: str, lower_bound: float | No
     assert agree(out, ours)
     assert agree(last, our_states)
     assert not agree(theirs(tokens.strength * 1.0001)[0], ours)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "function"),
+    [
+        ("gdn", "qwen3_5", "torch_recurrent_gated_delta_rule"),
+        ("kda", "kimi_linear", "recurrent_kimi_delta_attention"),
+    ],
+)
+def test_the_epsilon_of_the_norm(kind: str, name: str, function: str) -> None:
+    """Queries and keys so short that the epsilon of 1e-6 that their functions write out weighs as much as they do."""
+    rule = getattr(family(name, function), function)
+    inputs, state = delta_case(kind, HV)
+    inputs = inputs._replace(q=inputs.q * 3e-4, k=inputs.k * 3e-4)
+    tokens = recurrence.tokens(inputs, F32)
+    decay, options = tokens.log_decay, {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    decay = decay.squeeze(-1) if kind == "gdn" else decay
+    theirs, _ = rule(
+        inputs.q, inputs.k, inputs.v, g=decay, beta=tokens.strength, initial_state=state.mT.contiguous(), **options
+    )
+    assert agree(theirs, references(inputs, state)[0])
+    assert not agree(theirs, references(inputs._replace(l2norm_eps=1.001e-6), state)[0])
+
+
+def test_beta_is_rounded_as_a_layer_in_bfloat16_rounds_it() -> None:
+    inputs, _ = delta_case("gdn", HK)
+    assert isinstance(inputs, GdnInputs)
+    b = inputs.b.bfloat16()
+    rounded, exact = (recurrence.tokens(inputs._replace(b=b, round_beta=r), F32).strength for r in (True, False))
+    assert torch.equal(rounded, b.sigmoid().float())
+    assert not torch.equal(exact, rounded)
 
 
 def initialise(module: torch.nn.Module) -> None:
@@ -278,6 +309,8 @@ LAYERS = [
     pytest.param("nemotron_h", "NemotronHMamba2Mixer", "NemotronHConfig", NEMOTRON, mamba2_layer, id="nemotron_h"),
     pytest.param("qwen3_next", "Qwen3NextGatedDeltaNet", "Qwen3NextConfig", QWEN, qwen_layer, id="qwen3_next"),
     pytest.param("qwen3_5", "Qwen3_5GatedDeltaNet", "Qwen3_5TextConfig", QWEN, qwen_layer, id="qwen3_5"),
+    pytest.param("qwen3_5_moe", "Qwen3_5MoeGatedDeltaNet", "Qwen3_5MoeTextConfig", QWEN, qwen_layer, id="qwen3_5_moe"),
+    pytest.param("qwen4_exp", "Qwen4ExpTextGatedDeltaNet", "Qwen4ExpTextConfig", QWEN, qwen_layer, id="qwen4_exp"),
     pytest.param("kimi_linear", "KimiLinearDeltaAttention", "KimiLinearConfig", KIMI, kimi_layer, id="kimi_linear"),
     pytest.param("glm5_next", "Glm5NextTextLinearAttention", "Glm5NextTextConfig", KIMI, kimi_layer, id="glm5_next"),
 ]
