@@ -10,6 +10,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 
 BASE_PYTHON ?= python3
+MODEL ?= nemotron_h
 PYTEST_ARGS ?=
 # More workers than this gain little on the CPU, and on a GPU all of them share its memory.
 WORKERS ?= -n auto --maxprocesses=4 --dist=worksteal
@@ -79,7 +80,7 @@ setup-test: $(TEST_STAMP)
 	@echo "== using $$($(PYTHON) -c 'import sys; print(sys.executable, sys.version.split()[0])')"
 
 demo: setup-demo
-	@$(PYTHON) -m replayssm.demo
+	@$(PYTHON) -m replayssm.demo --model $(MODEL)
 
 lint: setup-test
 	$(call tool,ruff,check)

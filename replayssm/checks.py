@@ -128,11 +128,17 @@ def check_step(
     tokens = value.shape[1] if isinstance(value, Tensor) and value.dim() == 4 else None
     for name, (shape, dtypes, packed_from) in input_fields(layer, replay, rows, tokens).items():
         tensor = getattr(inputs, name)
-        if tensor is None and name in _OPTIONAL:
+        if tensor is None and name in _OPTIONAL and layer.recurrence == "mamba2":
             continue
         check_tensor(f"inputs.{name}", tensor, shape, dtypes, device, contiguous_from=packed_from)
         if len(shape) == 4:
             check_alignment(f"inputs.{name}", tensor, 2)
+    for name in ("scale", "l2norm_eps", "lower_bound"):
+        number = getattr(inputs, name, None)
+        if number is not None and not isinstance(number, (int, float)):
+            raise TypeError(f"inputs.{name}: expected a number or None, got {type(number).__name__}")
+    if (bound := getattr(inputs, "lower_bound", None)) is not None and not bound < 0:
+        raise ValueError(f"inputs.lower_bound: expected a negative number or None, got {bound}")
     assert isinstance(tokens, int)
     if not 1 <= tokens <= replay.max_draft:
         raise ValueError(

@@ -16,7 +16,7 @@ from replayssm import checks, launch
 from replayssm.cursors import Cursors
 from replayssm.inputs import Inputs
 from replayssm.plan import Plan, plan_step
-from replayssm.pool import Pool
+from replayssm.pool import Pool, default_ring_layout
 from replayssm.reference import replay as twin
 from replayssm.spec import LayerSpec, ReplaySpec
 
@@ -163,8 +163,8 @@ def warmup(
 ) -> list[Plan]:
     """Compile a layer's step and commit kernels into the disk cache; needs no GPU.
 
-    These are the kernels of plain calls on record-major pools. Calls with `force_fold`, `num_accepted` or `pdl`, and
-    pools of another layout, have kernels of their own, which their first call compiles.
+    These are the kernels of plain calls on the pools of `make_pool`. Calls with `force_fold`, `num_accepted` or `pdl`,
+    and pools of another layout, have kernels of their own, which their first call compiles.
 
     Args:
         layer, replay, options: what the model decodes with.
@@ -181,8 +181,9 @@ def warmup(
     step_module, commit_module = launch.kernel_modules()
     from cute_kernels.compile import ensure_on_disk
 
+    layout = default_ring_layout(layer)
     plans = {
-        plan_step(layer, replay, options, arch=arch, batch=batch, rows=RowOptions(index_dtype))
+        plan_step(layer, replay, options, arch=arch, batch=batch, rows=RowOptions(index_dtype), ring_layout=layout)
         for batch in batches
         for index_dtype in index_dtypes
     }

@@ -179,6 +179,10 @@ OF_DELTA_RULE: dict[str, Bad] = {
     "dt_bias in 16 bits": (inputs_with(dt_bias=lambda t: t.bfloat16()), T, ("inputs.dt_bias", "float32", "bfloat16")),
     "dt_bias of other heads": (inputs_with(dt_bias=lambda t: t[:3]), V, ("inputs.dt_bias", "expected (4")),
     "dt_bias missing": (inputs_with(dt_bias=lambda t: None), T, ("inputs.dt_bias", "torch.Tensor")),
+    "scale as a tensor": (
+        lambda w: {"inputs": w.inputs._replace(scale=torch.ones(1))}, T, ("inputs.scale", "number", "Tensor")),
+    "l2norm_eps as a word": (
+        lambda w: {"inputs": w.inputs._replace(l2norm_eps="1e-6")}, T, ("inputs.l2norm_eps", "number", "str")),
     "no tokens": (BAD_STEP["no tokens"][0], V, ("inputs", "max_draft", "T = 0")),
     "out of another dtype": (lambda w: {"out": part(w.inputs, "value").float()}, T, ("out", "bfloat16", "float32")),
 }  # fmt: skip
@@ -196,16 +200,13 @@ OF_ONE: dict[Recurrence, dict[str, Bad]] = {
         "g of the heads of k": (inputs_with(g=lambda t: t[:, :, :2]), V, ("inputs.g", "got (9, 1, 2, 64)")),
         "beta of rank 2": (inputs_with(beta=lambda t: t.squeeze(1)), V, ("inputs.beta", "expected (9, 1, 4)")),
         "beta of another dtype": (inputs_with(beta=lambda t: t.half()), T, ("inputs.beta", "or float32", "float16")),
+        "lower_bound above zero": (
+            lambda w: {"inputs": w.inputs._replace(lower_bound=5.0)}, V, ("inputs.lower_bound", "negative", "5.0")),
         "dt_bias of one number a head": (
             inputs_with(dt_bias=lambda t: t[:, 0]), V, ("inputs.dt_bias", "expected (4, 64)", "got (4,)")),
     },
 }  # fmt: skip
-NOT_REFUSED = pytest.mark.xfail(reason="checks.check_step takes dt_bias for optional in every layer", strict=True)
-WRONG = [
-    pytest.param(kind, name, marks=[NOT_REFUSED] if name == "dt_bias missing" else [])
-    for kind, table in OF_ONE.items()
-    for name in table
-]
+WRONG = [(kind, name) for kind, table in OF_ONE.items() for name in table]
 
 
 def refuse_step(kind: Recurrence, name: str, work: Work) -> None:
@@ -452,5 +453,5 @@ def test_inputs_are_named_as_the_docstring_names_them(kind: Recurrence) -> None:
     layer = {"mamba2": Mamba2Inputs, "gdn": GdnInputs, "kda": KdaInputs}[kind]
     tested = {name.partition(" ")[0] for name in OF_ONE[kind]} & set(layer._fields)
     tested |= {ROLES[layer]["gate"]}  # "a gate"
-    assert tested == set(layer._fields) - {"dt_softplus", "scale", "l2norm_eps", "round_beta", "lower_bound"}
+    assert tested == set(layer._fields) - {"dt_softplus", "round_beta"}
     assert make_pool(BASES[kind].layer, BASES[kind].replay, 1).num_slots == 1

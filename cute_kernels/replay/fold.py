@@ -167,6 +167,8 @@ def fold_tile(
                         dot[p] = dot[p] + part[e] * probes[p * columns + c * tile.vector + e]
             for p in cutlass.range_constexpr(tile.probes):
                 dots[p].append(dot[p])
+        if cutlass.const_expr(tile.products_in_rows):
+            cute.arch.sync_warp()  # every lane has read the rows that the products are about to overwrite
         for p in cutlass.range_constexpr(tile.probes):
             store_products(stage, statics, dots[p], first_row, p)
 
