@@ -56,7 +56,7 @@ define install
 endef
 
 help:
-	@echo "make demo    set up, then decode a hybrid model with and without ReplaySSM"
+	@echo "make demo    set up, then decode a hybrid model with and without ReplaySSM   (MODEL=qwen3_5 for another)"
 	@echo "make test    set up, then lint, type check and run all tests   (PYTEST_ARGS='-k ring' to choose)"
 	@echo "make lint    only ruff and mypy          make format  rewrite the sources with ruff"
 	@echo "make resources  rewrite docs/records/resources.json: registers, memory and instructions of the kernels"
