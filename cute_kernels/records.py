@@ -160,9 +160,8 @@ def unpacked_probes(loaded: list[list[list[Uint32]]], key: StepKey) -> list[list
     if not policy_of(key).value_needs_state:
         return probes
     query, keys = ([x for vector in probe for x in vector] for probe in probes)
-    flat = policy_of(key).probes(query, keys, ROW_LANES)
-    size = len(probes[0][0])
-    return [[list(probe[i : i + size]) for i in range(0, len(probe), size)] for probe in flat]
+    factors = policy_of(key).factors(query, keys, ROW_LANES)
+    return [[[x * factor for x in vector] for vector in probe] for probe, factor in zip(probes, factors, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -188,17 +187,17 @@ class TokenLoads:
         policy = policy_of(key)
         inputs: Any = tensors.inputs
         parameters: Any = tensors.parameters
-        token = policy.load_token(inputs, parameters, place.row, place.head)
+        token = policy.load_token(inputs, parameters, place.row, 0, place.head)
         probes = load_probes(inputs, key, place)
         outputs = OutputRows.of(Tile.of(key), place.lane, place.warp)
         epilogues = [
-            policy.load_epilogue(inputs, place.row, place.head, place.first_row + row, inside)
+            policy.load_epilogue(inputs, place.row, 0, place.head, place.first_row + row, inside)
             for row, inside in zip(outputs.rows, outputs.inside, strict=True)
         ]
         channels = []
         if isinstance(policy, Kda):
             channels = [
-                policy.load_channel(inputs, parameters, place.row, place.head, channel, inside)
+                policy.load_channel(inputs, parameters, place.row, 0, place.head, channel, inside)
                 for channel, inside in own_channels(Tile.of(key), place.thread)
             ]
         return cls(token, probes, outputs, epilogues, channels)

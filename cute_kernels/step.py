@@ -195,7 +195,7 @@ def fold_row(tensors: StepTensors, key: StepKey, place: Place, loads: RowLoads, 
     channel = place.first_row + place.thread
     value_at = address(policy.value(tensors.inputs), size, place.row, 0, head, channel)
     token_value = load_scalar_if(inside, value_at, key.activation_dtype)
-    epilogue = policy.epilogue(policy.load_epilogue(tensors.inputs, place.row, head, channel, inside))
+    epilogue = policy.epilogue(policy.load_epilogue(tensors.inputs, place.row, 0, head, channel, inside))
     local_row = select(inside != 0, place.thread, Int32(0))
     products = [load_shared_floats(product_at(stage, tile, local_row, p), 1, 4)[0] for p in range(tile.probes)]
     if policy.value_needs_state:
@@ -226,7 +226,8 @@ def load_fold_probes(
         skip = (c * tile.fold_lanes + stage.column_lane) * vector_bytes
         for probe, start in zip(loaded, starts, strict=True):
             probe += unpack(load_row_words(True, start + skip, vector_bytes // 4), key.activation_dtype)
-    probes = policy.probes(loaded[0], loaded[1], lanes)
+    factors = policy.factors(loaded[0], loaded[1], lanes)
+    probes = tuple([x * factor for x in probe] for probe, factor in zip(loaded, factors, strict=True))
     if policy.value_needs_state:
         mine = Int32(place.thread < tile.fold_lanes) * leads_group(key, place)
         where = address(tensors.pool.key, size, cursor.slot, place.group, cursor.physical(cursor.count))

@@ -49,14 +49,14 @@ class Recurrence(Protocol):
     def value(self, inputs: Any) -> cute.Tensor:
         """The tensor that the tokens' value records come from, [rows, T, HV, V]."""
 
-    def probes(self, query: list[Any], key: list[Any], lanes: tuple[int, ...]) -> tuple[list[Any], list[Any]]:
-        """The query and the key as the state meets them, from a thread's part of both.
+    def factors(self, query: list[Any], key: list[Any], lanes: tuple[int, ...]) -> tuple[Any, Any]:
+        """What query and key are multiplied by before the state meets them, from a thread's part of both.
 
         `lanes` are the masks of the lanes that hold the other parts.
         """
 
-    def load_token(self, inputs: Any, parameters: Any, row: Any, head: Any) -> tuple[Any, ...]:
-        """Loads of what the token's gate needs; nothing is computed, so that later loads are not held up."""
+    def load_token(self, inputs: Any, parameters: Any, row: Any, token: Any, head: Any) -> tuple[Any, ...]:
+        """Loads of what a token's gate needs; nothing is computed, so that later loads are not held up."""
 
     def gate(self, loaded: tuple[Any, ...]) -> Gate:
         """The gate of a row's head."""
@@ -64,7 +64,7 @@ class Recurrence(Protocol):
     def weight(self, record: Any) -> Float32:
         """Factor of a record's value, beside the decay of what comes after it."""
 
-    def load_epilogue(self, inputs: Any, row: Any, head: Any, channel: Any, inside: Any) -> Any:
+    def load_epilogue(self, inputs: Any, row: Any, token: Any, head: Any, channel: Any, inside: Any) -> Any:
         """Loads of what a channel's epilogue needs, none where `inside` is false."""
 
     def epilogue(self, loaded: Any) -> Any:

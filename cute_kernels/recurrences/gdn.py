@@ -17,20 +17,19 @@ from cute_kernels.recurrences.base import Gate
 from cute_kernels.replay.window import address, load_scalar_if
 
 
-def normalised(
+def norm_factors(
     query: list[Any], key: list[Any], lanes: tuple[int, ...], scale: float, eps: float | None
-) -> tuple[list[Any], list[Any]]:
-    """A thread's parts of query and key, l2-normalised unless `eps` is None; the query scaled."""
+) -> tuple[Any, Any]:
+    """Factors that l2-normalise query and key, unless `eps` is None, and scale the query, from a thread's parts."""
     if eps is None:
-        return [x * Float32(scale) for x in query], key
+        return Float32(scale), Float32(1.0)
     norms = []
     for values in (query, key):
         squares = Float32(0.0)
         for x in values:
             squares = squares + x * x
         norms.append(cute.math.rsqrt(sum_lanes(squares, lanes) + Float32(eps)))
-    query_scale = norms[0] * Float32(scale)
-    return [x * query_scale for x in query], [x * norms[1] for x in key]
+    return norms[0] * Float32(scale), norms[1]
 
 
 @dataclass(frozen=True)
@@ -51,17 +50,18 @@ class Gdn:
     def value(self, inputs: GdnTensors) -> cute.Tensor:
         return inputs.v
 
-    def probes(self, query: list[Any], key: list[Any], lanes: tuple[int, ...]) -> tuple[list[Any], list[Any]]:
-        """Both l2-normalised, the query scaled."""
-        return normalised(query, key, lanes, self.options.scale, self.options.l2norm_eps)
+    def factors(self, query: list[Any], key: list[Any], lanes: tuple[int, ...]) -> tuple[Any, Any]:
+        return norm_factors(query, key, lanes, self.options.scale, self.options.l2norm_eps)
 
-    def load_token(self, inputs: GdnTensors, parameters: GdnParameters, row: Any, head: Any) -> tuple[Any, ...]:
+    def load_token(
+        self, inputs: GdnTensors, parameters: GdnParameters, row: Any, token: Any, head: Any
+    ) -> tuple[Any, ...]:
         def scalar(tensor: cute.Tensor, dtype: str, *index: Any) -> Float32:
             return load_scalar_if(True, address(tensor, SIZE_BYTES[dtype], *index), dtype)
 
         return (
-            scalar(inputs.a, self.options.a_dtype, row, 0, head),
-            scalar(inputs.b, self.options.b_dtype, row, 0, head),
+            scalar(inputs.a, self.options.a_dtype, row, token, head),
+            scalar(inputs.b, self.options.b_dtype, row, token, head),
             scalar(parameters.A_log, "float32", head),
             scalar(parameters.dt_bias, "float32", head),
         )
@@ -77,8 +77,8 @@ class Gdn:
     def weight(self, record: Any) -> Float32:
         return Float32(1.0)
 
-    def load_epilogue(self, inputs: GdnTensors, row: Any, head: Any, channel: Any, inside: Any) -> Any:
-        where = address(inputs.v, SIZE_BYTES[self.activation_dtype], row, 0, head, channel)
+    def load_epilogue(self, inputs: GdnTensors, row: Any, token: Any, head: Any, channel: Any, inside: Any) -> Any:
+        where = address(inputs.v, SIZE_BYTES[self.activation_dtype], row, token, head, channel)
         return load_scalar_if(inside, where, self.activation_dtype)
 
     def epilogue(self, loaded: Any) -> Any:

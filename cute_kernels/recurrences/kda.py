@@ -12,7 +12,7 @@ from cute_kernels.args import KdaParameters, KdaTensors
 from cute_kernels.configs import SIZE_BYTES, KdaOptions
 from cute_kernels.primitives.arithmetic import LOG2_E, exp2, sigmoid, softplus
 from cute_kernels.recurrences.base import Gate
-from cute_kernels.recurrences.gdn import normalised
+from cute_kernels.recurrences.gdn import norm_factors
 from cute_kernels.replay.window import address, load_scalar_if
 
 
@@ -34,11 +34,13 @@ class Kda:
     def value(self, inputs: KdaTensors) -> cute.Tensor:
         return inputs.v
 
-    def probes(self, query: list[Any], key: list[Any], lanes: tuple[int, ...]) -> tuple[list[Any], list[Any]]:
-        return normalised(query, key, lanes, self.options.scale, self.options.l2norm_eps)
+    def factors(self, query: list[Any], key: list[Any], lanes: tuple[int, ...]) -> tuple[Any, Any]:
+        return norm_factors(query, key, lanes, self.options.scale, self.options.l2norm_eps)
 
-    def load_token(self, inputs: KdaTensors, parameters: KdaParameters, row: Any, head: Any) -> tuple[Any, ...]:
-        beta_at = address(inputs.beta, SIZE_BYTES[self.options.beta_dtype], row, 0, head)
+    def load_token(
+        self, inputs: KdaTensors, parameters: KdaParameters, row: Any, token: Any, head: Any
+    ) -> tuple[Any, ...]:
+        beta_at = address(inputs.beta, SIZE_BYTES[self.options.beta_dtype], row, token, head)
         rate_at = address(parameters.A_log, 4, head)
         return load_scalar_if(True, beta_at, self.options.beta_dtype), load_scalar_if(True, rate_at, "float32")
 
@@ -46,10 +48,10 @@ class Kda:
         return Gate(record=Float32(0.0), rate=Float32(LOG2_E), skip=Float32(0.0), strength=sigmoid(loaded[0]))
 
     def load_channel(
-        self, inputs: KdaTensors, parameters: KdaParameters, row: Any, head: Any, channel: Any, inside: Any
+        self, inputs: KdaTensors, parameters: KdaParameters, row: Any, token: Any, head: Any, channel: Any, inside: Any
     ) -> tuple[Any, ...]:
         """Loads of what the log-decay of one channel of K needs."""
-        gate_at = address(inputs.g, SIZE_BYTES[self.options.g_dtype], row, 0, head, channel)
+        gate_at = address(inputs.g, SIZE_BYTES[self.options.g_dtype], row, token, head, channel)
         bias_at = address(parameters.dt_bias, 4, head, channel)
         return load_scalar_if(inside, gate_at, self.options.g_dtype), load_scalar_if(inside, bias_at, "float32")
 
@@ -63,8 +65,8 @@ class Kda:
     def weight(self, record: Any) -> Float32:
         return Float32(1.0)
 
-    def load_epilogue(self, inputs: KdaTensors, row: Any, head: Any, channel: Any, inside: Any) -> Any:
-        where = address(inputs.v, SIZE_BYTES[self.activation_dtype], row, 0, head, channel)
+    def load_epilogue(self, inputs: KdaTensors, row: Any, token: Any, head: Any, channel: Any, inside: Any) -> Any:
+        where = address(inputs.v, SIZE_BYTES[self.activation_dtype], row, token, head, channel)
         return load_scalar_if(inside, where, self.activation_dtype)
 
     def epilogue(self, loaded: Any) -> Any:

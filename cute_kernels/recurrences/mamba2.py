@@ -33,17 +33,19 @@ class Mamba2:
     def value(self, inputs: Mamba2Tensors) -> cute.Tensor:
         return inputs.x
 
-    def probes(self, query: list[Any], key: list[Any], lanes: tuple[int, ...]) -> tuple[list[Any], list[Any]]:
-        return query, key
+    def factors(self, query: list[Any], key: list[Any], lanes: tuple[int, ...]) -> tuple[Any, Any]:
+        return Float32(1.0), Float32(1.0)
 
-    def load_token(self, inputs: Mamba2Tensors, parameters: Mamba2Parameters, row: Any, head: Any) -> tuple[Any, ...]:
+    def load_token(
+        self, inputs: Mamba2Tensors, parameters: Mamba2Parameters, row: Any, token: Any, head: Any
+    ) -> tuple[Any, ...]:
         options = self.options
 
         def scalar(tensor: cute.Tensor | None, dtype: str | None, *index: Any) -> Float32 | None:
             return None if dtype is None else load_scalar_if(True, address(tensor, SIZE_BYTES[dtype], *index), dtype)
 
         return (
-            scalar(inputs.dt, options.dt_dtype, row, 0, head),
+            scalar(inputs.dt, options.dt_dtype, row, token, head),
             scalar(parameters.dt_bias, options.dt_bias_dtype, head),
             scalar(parameters.A, "float32", head),
             scalar(parameters.D, options.D_dtype, head),
@@ -60,10 +62,10 @@ class Mamba2:
     def weight(self, record: Any) -> Float32:
         return record
 
-    def load_epilogue(self, inputs: Mamba2Tensors, row: Any, head: Any, channel: Any, inside: Any) -> Any:
+    def load_epilogue(self, inputs: Mamba2Tensors, row: Any, token: Any, head: Any, channel: Any, inside: Any) -> Any:
         if not self.options.has_z:
             return None
-        where = address(inputs.z, SIZE_BYTES[self.activation_dtype], row, 0, head, channel)
+        where = address(inputs.z, SIZE_BYTES[self.activation_dtype], row, token, head, channel)
         return load_scalar_if(inside, where, self.activation_dtype)
 
     def epilogue(self, loaded: Any) -> Any:
