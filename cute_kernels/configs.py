@@ -13,19 +13,25 @@ LANES_PER_RECORD = 8
 THREADS = 128
 LARGEST_TILE_BYTES = 40 * 1024
 RingLayout = Literal["record_major", "head_major", "strided"]
+Precision = Literal["fp32", "tf32", "bf16"]
+TERMS: dict[Precision, int] = {"fp32": 3, "tf32": 2, "bf16": 1}
 
 
 @dataclass(frozen=True)
 class StepConfig:
-    """Launch parameters of the SIMT readout.
+    """Launch parameters of a step.
 
     Args:
         split: CTAs that share the V rows of one head.
         fold_values: state values that a thread of a fold keeps in registers at a time.
+        precision: of the products of several tokens, on tensor cores: a float32 factor becomes the sum of 3 bfloat16
+            terms ("fp32", all of its 24 bits), of 2 ("tf32", 16 bits, more than TF32 has) or 1 ("bf16", 8 bits).
+            Sums are float32, and a 16-bit factor is never rounded. One token's products are always float32.
     """
 
     split: int = 1
     fold_values: int = 16
+    precision: Precision = "fp32"
 
 
 @dataclass(frozen=True)
@@ -106,6 +112,7 @@ class StepKey:
     rows: RowOptions = RowOptions()
     value_dtype: str | None = None
     decay_dtype: str = "float32"
+    num_tokens: int = 1
 
     @property
     def record_dtype(self) -> str:
@@ -146,7 +153,7 @@ class Tile:
             window=key.window,
             fold_values=key.config.fold_values,
             value_size=SIZE_BYTES[key.record_dtype],
-            probes=key.probes,
+            probes=key.probes if key.num_tokens == 1 else 0,
             channels=isinstance(key.options, KdaOptions),
         )
 
@@ -268,6 +275,59 @@ class Tile:
         return self.bytes + self.staging_bytes + 128
 
 
+@dataclass(frozen=True)
+class DraftShape:
+    """Sizes of the products of several tokens, derived from a key.
+
+    Vectors go to the tensor cores in blocks of 8. The probe blocks are those of the queries, then with two probes those
+    of the keys. A score is a probe's product with a record's key; the columns of the scores are the window, padded to
+    whole 16s, then the tokens.
+    """
+
+    tokens: int
+    probes: int
+    window: int
+
+    @classmethod
+    def of(cls, key: StepKey) -> DraftShape:
+        return cls(key.num_tokens, key.probes, key.window)
+
+    @property
+    def token_blocks(self) -> int:
+        return -(-self.tokens // 8)
+
+    @property
+    def probe_blocks(self) -> int:
+        return self.probes * self.token_blocks
+
+    @property
+    def window_columns(self) -> int:
+        return -(-self.window // 16) * 16
+
+    @property
+    def record_blocks(self) -> int:
+        """Blocks of keys that are scored: of the window, then of the tokens."""
+        return self.window_columns // 8 + self.token_blocks
+
+    @property
+    def score_stride(self) -> int:
+        """Floats between the scores of two probes: 8 more than a multiple of 32, so that 8 rows lie in all banks."""
+        return -(-(self.window_columns + 8 * self.token_blocks - 8) // 32) * 32 + 8
+
+    @property
+    def scores_bytes(self) -> int:
+        return self.probe_blocks * 8 * self.score_stride * 4
+
+    @property
+    def decays_bytes(self) -> int:
+        """Shared memory of the decays from token to token, [token block][token][token]."""
+        return self.token_blocks * self.tokens * self.tokens * 4
+
+    def staging_bytes(self, tile: Tile) -> int:
+        """Shared memory beside the tile: the scores and decays, later a fold's records there."""
+        return max(self.scores_bytes + self.decays_bytes, tile.staging_bytes)
+
+
 def invalid_reason(key: StepKey, arch: Arch) -> str | None:
     """Why this key has no kernel on this architecture, or None: the one statement of what the SIMT step supports."""
     if key.d_state not in (64, 128, 256):
@@ -276,11 +336,18 @@ def invalid_reason(key: StepKey, arch: Arch) -> str | None:
         return f"head_dim: supported are 64, 80 and 128, got {key.head_dim}"
     if not 1 <= key.num_v_heads <= 256:
         return f"num_v_heads: supported are 1 to 256, got {key.num_v_heads}"
+    if key.num_tokens > 1 and isinstance(key.options, KdaOptions):
+        return f"num_tokens: Kimi Delta Attention is decoded 1 token a row, got T = {key.num_tokens}"
     config, tile = key.config, Tile.of(key)
     if key.head_dim % config.split or tile.rows % tile.readout_rows:
         return f"split: {key.head_dim} rows do not split into {config.split} parts of whole {tile.readout_rows}s"
-    if tile.smem_bytes > arch.smem_bytes:
-        return f"shared memory: {tile.smem_bytes} bytes, {arch.name} has {arch.smem_bytes}; raise split"
+    if config.precision not in TERMS:
+        return f"precision: supported are {', '.join(TERMS)}, got {config.precision}"
+    needed = tile.smem_bytes
+    if key.num_tokens > 1:
+        needed += DraftShape.of(key).staging_bytes(tile) - tile.staging_bytes
+    if needed > arch.smem_bytes:
+        return f"shared memory: {needed} bytes, {arch.name} has {arch.smem_bytes}; raise split"
     return None
 
 

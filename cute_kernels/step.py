@@ -74,6 +74,7 @@ from cute_kernels.replay.window import (
     load_scalar_if,
     store_scalar_if,
 )
+from cute_kernels.verify import verify_kernel
 
 TOKENS = 1
 
@@ -227,17 +228,17 @@ def load_fold_probes(
         for probe, start in zip(loaded, starts, strict=True):
             probe += unpack(load_row_words(True, start + skip, vector_bytes // 4), key.activation_dtype)
     factors = policy.factors(loaded[0], loaded[1], lanes)
-    probes = tuple([x * factor for x in probe] for probe, factor in zip(loaded, factors, strict=True))
+    probes = [[x * factor for x in probe] for probe, factor in zip(loaded, factors, strict=True)]
     if policy.value_needs_state:
         mine = Int32(place.thread < tile.fold_lanes) * leads_group(key, place)
         where = address(tensors.pool.key, size, cursor.slot, place.group, cursor.physical(cursor.count))
         start = where + stage.column_lane * vector_bytes
         store_key(mine, start, probes[1], tile.vector, tile.fold_lanes * tile.vector, key.activation_dtype)
-    own_score = dot(*probes, lanes)
+    own_score = dot(probes[0], probes[1], lanes)
     if policy.decays_per_channel:  # the token decays the state that the probes meet
         token = fold_factors(tile, stage.keys, tile.padded_window + 1, stage.column_lane)
-        probes = tuple([x * f for x, f in zip(probe, token, strict=True)] for probe in probes)
-    return columns(list(probes)[: tile.probes]), own_score
+        probes = [[x * f for x, f in zip(probe, token, strict=True)] for probe in probes]
+    return columns(probes[: tile.probes]), own_score
 
 
 @cute.kernel
@@ -335,7 +336,8 @@ def step_launch(
 ):
     """Host side of the launch: one CTA for each part of each head of each row."""
     tensors = StepTensors(pool, cursors, rows, inputs, parameters, out)
-    step_kernel(compact(tensors), pad_slot, key).launch(
+    kernel_of_tokens = step_kernel if key.num_tokens == 1 else verify_kernel
+    kernel_of_tokens(compact(tensors), pad_slot, key).launch(
         grid=[key.num_v_heads * key.config.split, out.shape[0], 1],
         block=[THREADS, 1, 1],
         stream=stream,
@@ -358,7 +360,7 @@ def fake_arguments(key: StepKey) -> tuple[Any, ...]:
     def rows_of(dtype: Any, shape: tuple[int, ...], align: int) -> Any:
         """[batch, tokens, *shape] with `shape` packed."""
         steps = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-        return tensor(dtype, (batch, TOKENS, *shape), (None, None, *steps), align)
+        return tensor(dtype, (batch, key.num_tokens, *shape), (None, None, *steps), align)
 
     def ring(dtype: Any, heads: int, width: tuple[int, ...], align: int) -> Any:
         """[slots, heads, capacity, *width] in the layout of the key."""

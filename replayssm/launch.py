@@ -168,10 +168,6 @@ def _check_decodes(inputs: Inputs) -> None:
             f"inputs: CUDA kernels exist for {', '.join(kind.__name__ for kind in SPLIT)}, got "
             f"{type(inputs).__name__}; move the tensors to the CPU"
         )
-    if (tokens := value_of(inputs).shape[1]) != 1:
-        raise NotImplementedError(
-            f"inputs.{name}: CUDA kernels decode 1 token a row, got T = {tokens}; move the tensors to the CPU"
-        )
     if (rows := value_of(inputs).shape[0]) > MAX_ROWS:
         raise NotImplementedError(f"inputs.{name}: a launch takes up to {MAX_ROWS} rows, got {rows}; split the batch")
 
@@ -192,6 +188,7 @@ def _make_launch(
         options_of(inputs),
         arch=arch_of(pool.device),
         batch=value_of(inputs).shape[0],
+        num_tokens=value_of(inputs).shape[1],
         rows=RowOptions(dtype_name(cache_indices.dtype), has_force_fold, pdl),
         ring_layout=pool.ring_layout,
         config=config,

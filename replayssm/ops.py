@@ -43,7 +43,7 @@ def step(
         pool: the layer's memory; written in the slots of live rows only.
         cursors: the model's cursors, with the pool's number of slots; read.
         inputs: `Mamba2Inputs`, `GdnInputs` or `KdaInputs` of T tokens a row, 1 to `max_draft`. CUDA kernels exist for
-            Mamba-2 with T = 1.
+            every layer with T = 1, for Mamba-2 and Gated DeltaNet with T of 2 to 16 too.
         cache_indices: [rows] int32 or int64, the slot of each row. Rows of `pad_slot_id` or of a negative slot are
             padding: their output is zero, whatever their inputs hold, and nothing else is written.
         out: [rows, T, HV, V] activation dtype, heads packed; written. Allocated when None.

@@ -54,11 +54,12 @@ def plan_step(
     *,
     arch: str,
     batch: int,
+    num_tokens: int = 1,
     rows: RowOptions = DEFAULT_ROWS,
     ring_layout: RingLayout = "record_major",
     config: StepConfig | None = None,
 ) -> Plan:
-    """Plan a step of one token a row.
+    """Plan a step of `num_tokens` tokens a row.
 
     Args:
         options: which optional tensors the layer has, and dtypes.
@@ -88,6 +89,7 @@ def plan_step(
         rows=rows,
         value_dtype=None if replay.value_dtype is None else dtype_name(replay.value_dtype),
         decay_dtype=dtype_name(replay.decay_dtype),
+        num_tokens=num_tokens,
     )
     source: Source = "explicit"
     if config is None:

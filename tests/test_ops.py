@@ -553,7 +553,7 @@ def test_a_reset_slot_decodes_as_a_new_one(base: Case, device: torch.device) -> 
 
 def drafts(case: Case, device: torch.device, rows: int = 2) -> Inputs:
     """T tokens a row, of which the second half is another than the first."""
-    inputs = tokens(case, rows, device)
+    inputs = tokens(replace(case, T=1), rows, device)
     return per_token(inputs, lambda x: torch.cat([x * (-1) ** t for t in range(case.T)], 1))
 
 

@@ -44,6 +44,16 @@ def suffix_sums(x: Any, lane: Any, width: int) -> Any:
     return x
 
 
+def prefix_sums(x: Any, lane: Any, width: int) -> Any:
+    """Inclusive sums from lane 0 up to each of the first `width` lanes."""
+    distance = 1
+    while distance < width:
+        y = cute.arch.shuffle_sync_up(x, offset=distance)
+        x = x + select(lane >= distance, y, Float32(0.0))
+        distance *= 2
+    return x
+
+
 def transposing_sum(values: list[Any], lane: Any, masks: tuple[int, ...]) -> list[Any]:
     """Sum each of `values` over the lanes that differ in the bits of `masks`, sharing the sums out among these lanes.
 

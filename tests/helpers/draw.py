@@ -1,8 +1,8 @@
 """Random inputs and pools of each recurrence, and what a test must know of a layer to treat all of them alike.
 
-Inputs are one token a row, drawn in the dtype that they are passed in. The heads run from a long memory to a short one,
-both in the inputs and in the records of a pool; of a delta rule, some pending records decay so strongly that exp of the
-opposite sign would overflow. A recurrence is one entry in each table below.
+Inputs are `case.T` tokens a row, drawn in the dtype that they are passed in. The heads run from a long memory to a
+short one, both in the inputs and in the records of a pool; of a delta rule, some pending records decay so strongly
+that exp of the opposite sign would overflow. A recurrence is one entry in each table below.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def decay_record(inputs: Inputs, dtype: torch.dtype) -> Tensor:
 
 
 def make_inputs(case: Case, rows: int, generator: torch.Generator, given: AnyGiven | None = None) -> Any:
-    """One random token a row, on the CPU; everything that is optional is given when `given` is None."""
+    """`case.T` random tokens a row, on the CPU; everything that is optional is given when `given` is None."""
     return _DRAW[case.recurrence](case, rows, generator, given or DEFAULT[case.recurrence])
 
 
@@ -149,18 +149,18 @@ def _normal(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> Tens
 
 def _mamba2(case: Case, rows: int, generator: torch.Generator, given: Given) -> Mamba2Inputs:
     activation, heads = case.activation, case.HV
-    dt = torch.randn(rows, 1, heads, generator=generator)
+    dt = torch.randn(rows, case.T, heads, generator=generator)
     if not given.dt_softplus:  # it must not be negative, or the state grows
         dt = dt.abs() / 4
     bias = torch.linspace(-4.0, 0.5, heads) if given.dt_softplus else torch.linspace(0.0, 0.5, heads)
     return Mamba2Inputs(
-        x=_normal(generator, activation, rows, 1, heads, case.V),
+        x=_normal(generator, activation, rows, case.T, heads, case.V),
         dt=dt.to(given.dt or activation),
-        B=_normal(generator, activation, rows, 1, case.HK, case.K),
-        C=_normal(generator, activation, rows, 1, case.HK, case.K),
+        B=_normal(generator, activation, rows, case.T, case.HK, case.K),
+        C=_normal(generator, activation, rows, case.T, case.HK, case.K),
         A=-torch.logspace(-1.5, 0.6, heads),
         D=None if given.D is None else _normal(generator, given.D, heads),
-        z=_normal(generator, activation, rows, 1, heads, case.V) if given.z else None,
+        z=_normal(generator, activation, rows, case.T, heads, case.V) if given.z else None,
         dt_bias=None if given.dt_bias is None else bias.to(given.dt_bias),
         dt_softplus=given.dt_softplus,
     )
@@ -169,10 +169,10 @@ def _mamba2(case: Case, rows: int, generator: torch.Generator, given: Given) -> 
 def _delta(case: Case, rows: int, generator: torch.Generator, given: DeltaGiven) -> dict[str, Any]:
     """What Gated DeltaNet and Kimi Delta Attention share."""
     activation = case.activation
-    q, k = (torch.randn(rows, 1, case.HK, case.K, generator=generator) for _ in range(2))
+    q, k = (torch.randn(rows, case.T, case.HK, case.K, generator=generator) for _ in range(2))
     if given.l2norm_eps is None:
         q, k = (recurrence.l2norm(t, 0.0) for t in (q, k))
-    v = _normal(generator, activation, rows, 1, case.HV, case.V)
+    v = _normal(generator, activation, rows, case.T, case.HV, case.V)
     rates = torch.linspace(log(0.03), log(4.0), case.HV)
     return {"q": q.to(activation), "k": k.to(activation), "v": v, "A_log": rates, "scale": given.scale,
             "l2norm_eps": given.l2norm_eps}  # fmt: skip
@@ -181,8 +181,8 @@ def _delta(case: Case, rows: int, generator: torch.Generator, given: DeltaGiven)
 def _gdn(case: Case, rows: int, generator: torch.Generator, given: DeltaGiven) -> GdnInputs:
     return GdnInputs(
         **_delta(case, rows, generator, given),
-        a=_normal(generator, given.gate or case.activation, rows, 1, case.HV),
-        b=_normal(generator, given.beta or case.activation, rows, 1, case.HV),
+        a=_normal(generator, given.gate or case.activation, rows, case.T, case.HV),
+        b=_normal(generator, given.beta or case.activation, rows, case.T, case.HV),
         dt_bias=torch.linspace(-4.0, 0.5, case.HV),
         round_beta=given.round_beta,
     )
@@ -191,8 +191,8 @@ def _gdn(case: Case, rows: int, generator: torch.Generator, given: DeltaGiven) -
 def _kda(case: Case, rows: int, generator: torch.Generator, given: DeltaGiven) -> KdaInputs:
     return KdaInputs(
         **_delta(case, rows, generator, given),
-        g=_normal(generator, given.gate or case.activation, rows, 1, case.HV, case.K),
-        beta=_normal(generator, given.beta or case.activation, rows, 1, case.HV),
+        g=_normal(generator, given.gate or case.activation, rows, case.T, case.HV, case.K),
+        beta=_normal(generator, given.beta or case.activation, rows, case.T, case.HV),
         dt_bias=torch.linspace(-4.0, 0.5, case.HV * case.K).view(case.HV, case.K),
         lower_bound=given.lower_bound,
     )

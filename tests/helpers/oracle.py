@@ -1,4 +1,4 @@
-"""Random steps of one token, of any recurrence, what each must give in float64, and what a run got wrong.
+"""Random steps of `case.T` tokens a row, of any recurrence, what each must give in float64, and what a run got wrong.
 
 A `Scene` says how many records each row has pending; `Scene.on` makes its tensors, the same numbers on every device.
 All that no output may depend on is NaN from the start: ring rows that are not pending, slots that no row uses, inputs
@@ -138,8 +138,13 @@ class Work:
         return replayssm.step(self.pool, self.cursors, self.inputs, **arguments)
 
     def commit(self, **options: Any) -> None:
-        arguments = {"cache_indices": self.cache_indices, "force_fold": self.force_fold}
+        arguments = {"cache_indices": self.cache_indices, "num_draft": self.num_draft, "force_fold": self.force_fold}
         replayssm.commit(self.cursors, **(arguments | {"pad_slot_id": self.pad_slot_id, **options}))
+
+    @property
+    def num_draft(self) -> int:
+        """T, the tokens a row of the inputs."""
+        return part(self.inputs, "value").shape[1]
 
     @property
     def live(self) -> Tensor:
@@ -149,7 +154,7 @@ class Work:
     def fold_counts(self) -> Tensor:
         """[live rows] int64: records that this step folds, by the rule of the docstrings."""
         count = self.cursors.num_committed[self.slots].long()
-        folds = count + 1 > self.pool.replay.window
+        folds = count + self.num_draft > self.pool.replay.window
         if self.force_fold is not None:
             folds |= self.force_fold[self.live]
         return count.where(folds, 0)
@@ -158,6 +163,11 @@ class Work:
     def slots(self) -> Tensor:
         """[live rows] int64."""
         return self.cache_indices[self.live].long()
+
+    def places(self) -> Tensor:
+        """[live rows, T] int64: the ring rows that this step appends to."""
+        first = (self.cursors.ring_start[self.slots] + self.cursors.num_committed[self.slots]).long()
+        return (first[:, None] + torch.arange(self.num_draft, device=first.device)) % self.pool.replay.ring_capacity
 
     def written(self) -> list[Tensor]:
         """Every tensor that a verb may write."""
@@ -197,8 +207,7 @@ def mistakes(
         options: for `Work.step`.
     """
     given, exact, twin = work.clone(), in_float64(work), work.clone()
-    live, slots, folding = work.live, work.slots, work.slots[work.fold_counts() > 0]
-    places = (work.cursors.ring_start[slots] + work.cursors.num_committed[slots]) % work.pool.replay.ring_capacity
+    live, places, folding = work.live, work.places(), work.slots[work.fold_counts() > 0]
     want = torch.empty(part(work.inputs, "value").shape, dtype=F64, device=work.pool.device)
     _reference_step(exact, want, F64)
     baseline = _reference_step(twin, None, F32)
@@ -209,10 +218,10 @@ def mistakes(
         after(work, out)
 
     findings = [] if bool((out[~live] == 0).all()) else ["output: padding rows are not zero"]
-    findings += excess("output", out[live], baseline[live], want[live], keep=(0, 2))
+    findings += excess("output", out[live], baseline[live], want[live], keep=(0, 1, 2))
     states = [one.pool.checkpoint[folding] for one in (work, twin, exact)]
     findings += excess("checkpoint", *states, keep=(0, 1))
-    findings += _appended((work, twin, exact), given, slots, places.long())
+    findings += _appended((work, twin, exact), given, places)
     given.pool.checkpoint[folding] = states[0]
     for name in NAMES:
         if not same_bytes(getattr(work.pool, name), getattr(given.pool, name)):
@@ -243,35 +252,40 @@ def in_float64(work: Work) -> Work:
     return replace(work, pool=pool)
 
 
-def _appended(works: tuple[Work, Work, Work], given: Work, slots: Tensor, places: Tensor) -> list[str]:
+def _appended(works: tuple[Work, Work, Work], given: Work, places: Tensor) -> list[str]:
     """The appended records of (the run, the twin, float64): bit for bit where torch errs nothing, as where an input is
     the record, else within the bound. Copies them into `given`."""
-    findings = []
+    findings, slots = [], given.slots[:, None]
     for name in NAMES[1:]:
         got, baseline, exact = (getattr(work.pool, name)[slots, :, places] for work in works)
         if not torch.equal(baseline.double(), exact):
-            findings += excess(f"{name}: the appended record", got, baseline, exact, keep=(0, 1)[: got.dim() - 1])
+            findings += excess(f"{name}: the appended record", got, baseline, exact, keep=(0, 1, 2)[: got.dim() - 1])
         elif not same_bytes(got, baseline):
             findings.append(f"{name}: the appended record is not the input")
         getattr(given.pool, name)[slots, :, places] = got
     return findings
 
 
-def busy_counts(window: int) -> tuple[int, ...]:
-    """Rows that read with few and with many records, rows that fold a full window, and padding, mixed."""
-    return (0, window, PAD, window - 1, window // 2, window, 1 if window > 1 else 0, PAD, window // 2)
+def busy_counts(window: int, num_draft: int = 1) -> tuple[int, ...]:
+    """Rows that read with few and with many records, rows that fold a full window and one that only just overflows,
+    and padding, mixed. Where a draft fills the window, only rows without records read."""
+    fit = window - num_draft  # the most records with which a row reads
+    half = min(window // 2, fit)
+    return (0, window, PAD, fit, half, fit + 1, min(1, fit), PAD, half or window // 2)
 
 
 def busy_scene(case: Case, **changes: Any) -> Scene:
     """`busy_counts` with a forced row that has records (the last), one without (the first) and a padding row (2)."""
-    return Scene(case, busy_counts(case.window), **({"forced": (0, 2, 8)} | changes))
+    return Scene(case, busy_counts(case.window, case.T), **({"forced": (0, 2, 8)} | changes))
 
 
 class Trace:
     """A pool driven over random steps by the public verbs, beside the float64 recurrence and the float32 twin.
 
     The slots start with random states and pending records. Each step takes the slots in random order, makes some rows
-    padding (with NaN inputs and a senseless `num_accepted`), forces some to fold and accepts 0 or 1 token of each.
+    padding (with NaN inputs and a senseless `num_accepted`), forces some to fold and accepts 0 to T tokens of each.
+    Outputs are those of all T tokens. "torch" among them, and `rounded` beside `state`, are the recurrence in float32:
+    what the twin itself may err where memory is float32.
     """
 
     def __init__(self, case: Case, device: torch.device, *, slots: int = 6, seed: int = 0) -> None:
@@ -280,10 +294,11 @@ class Trace:
         twin = work.clone()
         self.case, self.work, self.twin, self.slots = case, work, twin, work.slots
         self.generator = torch.Generator().manual_seed(seed)
-        self.state = self._state(work)
-        self.outputs: dict[str, list[Tensor]] = {"got": [], "exact": [], "twin": []}
+        self.state = self.standing_for(work)
+        self.rounded = self.state.float()
+        self.outputs: dict[str, list[Tensor]] = {"got": [], "exact": [], "twin": [], "torch": []}
 
-    def _state(self, work: Work) -> Tensor:
+    def standing_for(self, work: Work) -> Tensor:
         """The float64 state of every slot that its checkpoint and records stand for."""
         count = work.cursors.num_committed[self.slots].long()
         A = getattr(work.inputs, "A", None)
@@ -294,34 +309,37 @@ class Trace:
 
     def step(self) -> None:
         """One model step: `step`, then `commit`."""
-        rows, device = len(self.slots), self.slots.device
+        rows, device, num_draft = len(self.slots), self.slots.device, self.case.T
         order = torch.randperm(rows, generator=self.generator)
-        padding, forced, rejected = self._draw(4), self._draw(8), self._draw(3)
+        padding, forced = self._draw(4), self._draw(8)
+        accepted = torch.randint(num_draft + 2, (rows,), generator=self.generator).clamp(max=num_draft).int()
         inputs = make_inputs(self.case, rows, self.generator)
         inputs = per_token(inputs, lambda x: x.masked_fill(padding.view(-1, *[1] * (x.dim() - 1)), float("nan")))
         inputs = self.work.inputs._replace(**{n: t.to(device) for n, t in tokens_of(inputs).items()})
         indices = self.slots[order.to(device)].masked_fill(padding.to(device), -1)
-        accepted = (~rejected).int().masked_fill(padding, torch.iinfo(torch.int32).max).to(device)
+        accepted = accepted.masked_fill(padding, torch.iinfo(torch.int32).max).to(device)
         for work in (self.work, self.twin):
             work.inputs, work.cache_indices, work.force_fold = inputs, indices, forced.to(device)
         live = ~padding.to(device)
-        where = order.to(device)[live]
-        self.outputs["got"].append(self.work.step()[live, 0])
-        self.outputs["twin"].append(_reference_step(self.twin, None, F32)[live, 0])
-        exact, after = recurrence.run(per_token(inputs, lambda x: x[live]), self.state[where], F64)
-        self.outputs["exact"].append(exact[:, 0])
-        taken = ~rejected.to(device)[live]
-        self.state[where[taken]] = after[taken]
-        self.work.commit(num_accepted=accepted)
+        self.outputs["got"].append(self.work.step()[live])
+        self.outputs["twin"].append(_reference_step(self.twin, None, F32)[live])
+        where, tokens = order.to(device)[live], per_token(inputs, lambda x: x[live])
+        self.outputs["exact"].append(_follow(tokens, self.state, where, accepted[live], F64))
+        self.outputs["torch"].append(_follow(tokens, self.rounded, where, accepted[live], F32))
+        self.work.commit(num_draft=num_draft, num_accepted=accepted)
         reference.commit(
-            self.twin.cursors, cache_indices=indices, num_accepted=accepted, force_fold=self.work.force_fold
+            self.twin.cursors,
+            cache_indices=indices,
+            num_draft=num_draft,
+            num_accepted=accepted,
+            force_fold=self.work.force_fold,
         )
 
     def mistakes(self) -> list[str]:
         """What is wrong with all outputs so far, with the state that the slots stand for, and with the cursors."""
-        got, exact, twin = (torch.cat(self.outputs[name]) for name in ("got", "exact", "twin"))
-        findings = excess("output", got, twin, exact, keep=(1,))
-        states = self._state(self.work), self._state(self.twin)
+        got, exact, twin = (torch.cat(self.outputs[name]) for name in ("got", "exact", "twin"))  # [.., T, HV, V]
+        findings = excess("output", got, twin, exact, keep=(1, 2))
+        states = self.standing_for(self.work), self.standing_for(self.twin)
         stored = [self.case.checkpoint, self.case.decay_dtype]
         if self.case.recurrence != "mamba2":  # the records are no inputs, and rounded too
             stored.append(self.case.activation)
@@ -330,3 +348,13 @@ class Trace:
             if not torch.equal(getattr(self.work.cursors, name), getattr(self.twin.cursors, name)):
                 findings.append(f"{name}: not what the rule says")
         return findings
+
+
+def _follow(inputs: Any, states: Tensor, where: Tensor, accepted: Tensor, dtype: torch.dtype) -> Tensor:
+    """The recurrence over all tokens of each row; its outputs. `states[where]` become those after `accepted` tokens."""
+    state, outputs = states[where], []
+    for t in range(part(inputs, "value").shape[1]):
+        out, state = recurrence.run(per_token(inputs, lambda x, t=t: x[:, t : t + 1]), state, dtype)
+        outputs.append(out)
+        states[where[accepted > t]] = state[accepted > t]
+    return torch.cat(outputs, dim=1)

@@ -1,0 +1,80 @@
+"""Products on tensor cores: mma.sync m16n8k16 of bfloat16 with float32 sums, and floats as sums of bfloat16 terms.
+
+A fragment is a lane's share of eight vectors along K, a list of (word, word) for each 16 of K and, within it, for each
+term: lane 4 g + t has vector g, and of every 16 elements those that it loaded together. Which elements those are does
+not matter to a product as long as both of its sides agree.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Float32, Uint32
+
+from cute_kernels.primitives.convert import pack, unpack
+
+ptx = cute.arch.inline_ptx
+Fragment = list[list[tuple[Uint32, Uint32]]]
+HIGH = 0xFFFF0000
+
+
+def mma_bf16(sums: list[Any], a: tuple[Any, ...], b: tuple[Any, ...]) -> list[Float32]:
+    """`sums` + A B: 16 x 8 of 16 products each."""
+    text = (
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{$w0},{$w1},{$w2},{$w3}}, "
+        "{{$r0},{$r1},{$r2},{$r3}}, {{$r4},{$r5}}, {{$r6},{$r7},{$r8},{$r9}};"
+    )
+    return list(ptx(text, write_only_types=[Float32] * 4, read_only_args=[*a, *b, *sums]))
+
+
+def upper_halves(x: Any, y: Any) -> Uint32:
+    """The upper 16 bits of two floats, bfloat16 values rounded towards zero, in one word."""
+    text = "prmt.b32 {$w0}, {$r0}, {$r1}, 0x7632;"
+    return ptx(text, write_only_types=[Uint32], read_only_args=[x, y])
+
+
+def bf16_terms(x: Any, y: Any, count: int) -> list[Uint32]:
+    """Two floats as sums of `count` bfloat16 each, packed term by term: 8, 16 or all 24 bits; the last is rounded."""
+    terms = []
+    for _ in range(count - 1):
+        terms.append(upper_halves(x, y))
+        x, y = (z - (z.bitcast(Uint32) & Uint32(HIGH)).bitcast(Float32) for z in (x, y))
+    return [*terms, pack([x, y], "bfloat16")[0]]
+
+
+def fragment(words: list[Any], dtype: str, terms: int) -> Fragment:
+    """The fragment of packed elements, four for each 16 of K; bfloat16 is its own only term."""
+    if dtype == "bfloat16":
+        return [[(words[i], words[i + 1])] for i in range(0, len(words), 2)]
+    return float_fragment(unpack(words, dtype), terms)
+
+
+def float_fragment(values: list[Any], terms: int) -> Fragment:
+    """The fragment of floats, four for each 16 of K."""
+    made = []
+    for i in range(0, len(values), 4):
+        low, high = (bf16_terms(values[j], values[j + 1], terms) for j in (i, i + 2))
+        made.append(list(zip(low, high, strict=True)))
+    return made
+
+
+def multiply(sums: list[Any], upper: Fragment, lower: Fragment | None, right: Fragment, terms: int) -> list[Any]:
+    """`sums` + A B^T, where A is the eight vectors of `upper` above those of `lower`, or zeros, and B those of `right`.
+
+    Products of terms whose places add up to `terms` or more are below the others' rounding and left out. The rest are
+    summed beside the largest: tensor cores truncate each sum to 25 bits of its largest part.
+
+    Returns:
+        Lane 4 g + t has, for vector g of `upper`, its products with vectors 2 t and 2 t + 1, then those of `lower`.
+    """
+    small, has_small = [Float32(0.0)] * 4, False
+    for k, columns in enumerate(right):
+        for i, (a0, a2) in enumerate(upper[k]):
+            a1, a3 = (Uint32(0), Uint32(0)) if lower is None else lower[k][i]
+            for j, column in enumerate(columns[: max(0, terms - i)]):
+                if i + j == 0:
+                    sums = mma_bf16(sums, (a0, a1, a2, a3), column)
+                else:
+                    small, has_small = mma_bf16(small, (a0, a1, a2, a3), column), True
+    return [x + y for x, y in zip(sums, small, strict=True)] if has_small else sums

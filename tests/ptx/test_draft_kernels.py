@@ -1,0 +1,233 @@
+"""The compiled step of several tokens computes what the mathematics says, executed instruction by instruction on a CPU.
+
+Host code and PTX are those that a GPU would run. Numbers: one step against the replay form in float64, and a trace of
+random acceptance against the recurrence over the accepted tokens, within the bounds of the tests of one token. Grid:
+`CASES`, in which 2 to 16 tokens, one and two blocks of them, every dtype, head_dim, d_state, window, split, layout and
+architecture occur for each recurrence that has the kernel; in each, rows that read, that fold, that are forced to, and
+padding, with NaN in all that no output may depend on. Each launch runs with asynchronous copies as early and as late as
+they may be, and with warps in another order, and must give the same bits. Teeth: faults put into the PTX are caught.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+
+from cute_kernels.configs import RingLayout, StepConfig
+from replayssm.spec import Recurrence
+from tests.helpers.cases import Case
+from tests.helpers.draw import AnyGiven, DeltaGiven, part
+from tests.helpers.oracle import BARE, F32, PAD, Given, Scene, Trace, Work, busy_scene, mistakes
+from tests.helpers.tolerance import same_bytes
+from tests.ptx import recorder
+from tests.ptx.launches import Bench, Interpreted
+from tests.ptx.machine import Mode, TroubleError
+
+pytestmark = pytest.mark.skipif(recorder.why_no_recorder() is not None, reason=str(recorder.why_no_recorder()))
+BF16, F16 = torch.bfloat16, torch.float16
+WITH_KERNEL: tuple[Recurrence, ...] = ("mamba2", "gdn")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A kernel to run: its layer, how it is called and for which architecture."""
+
+    arch: str
+    case: Case
+    given: AnyGiven | None = None
+    split: int = 1
+    pdl: bool = False
+    layout: RingLayout = "record_major"
+    index: torch.dtype = torch.int32
+
+    @property
+    def id(self) -> str:
+        return f"{self.arch}-{self.case.id}-split{self.split}"
+
+    @property
+    def scene(self) -> Scene:
+        return busy_scene(self.case, given=self.given, ring_layout=self.layout, index_dtype=self.index)
+
+
+def case(kind: Recurrence, sizes: tuple[int, int, int, int], window: int, T: int, *dtypes: torch.dtype) -> Case:
+    """A case of (value heads, key heads, head_dim, d_state), dtypes of activation and checkpoint."""
+    return Case(kind, *sizes, window, T, *dtypes)
+
+
+CASES = (
+    Run("sm_90a", case("mamba2", (2, 1, 64, 64), 5, 4, BF16, F32)),
+    Run("sm_103a", case("mamba2", (1, 1, 64, 128), 16, 8, BF16, BF16), Given(z=False), pdl=True, index=torch.int64),
+    Run("sm_90a", case("mamba2", (2, 2, 80, 64), 16, 2, F32, F32), BARE, layout="head_major"),
+    Run("sm_103a", case("mamba2", (1, 1, 128, 64), 33, 16, F16, F16), Given(D=None, dt_bias=None), split=2),
+    Run("sm_90a", case("mamba2", (3, 1, 64, 256), 16, 9, BF16, F16), Given(dt=F32), layout="strided"),
+    Run("sm_90a", case("gdn", (3, 1, 64, 64), 5, 4, BF16, F32)),
+    Run("sm_103a", case("gdn", (1, 1, 128, 128), 16, 8, BF16, BF16), DeltaGiven(beta=F32), pdl=True, index=torch.int64),
+    Run("sm_90a", case("gdn", (2, 2, 80, 64), 16, 2, F32, F32), DeltaGiven(l2norm_eps=None), layout="head_major"),
+    Run("sm_103a", replace(case("gdn", (1, 1, 128, 64), 33, 16, F16, F16), value_dtype=F32), DeltaGiven(scale=0.25),
+        split=2),
+    Run("sm_90a", case("gdn", (2, 1, 64, 256), 16, 9, BF16, F16), DeltaGiven(round_beta=True), layout="strided"),
+)  # fmt: skip
+each_kernel = pytest.mark.parametrize("kind", WITH_KERNEL)
+
+
+def after(run: Run, mode: Mode, seed: int) -> list[torch.Tensor]:
+    """All that a step wrote, once it is known to be right."""
+    bench, outputs = Bench(run.arch, mode, seed), []
+    work = Interpreted.of(run.scene, bench)
+    config = StepConfig(run.split)
+    found = mistakes(work, after=lambda work, out: outputs.append(out), config=config, pdl=run.pdl)
+    assert found == [], (run, mode, seed)
+    (launch,) = bench.launches
+    assert f".target {run.arch}" in launch.ptx and "mma.sync" in launch.ptx
+    return [*outputs, *work.written()]
+
+
+@pytest.mark.parametrize("run", CASES, ids=lambda run: run.id)
+def test_a_step_is_the_replay_form(run: Run) -> None:
+    early, late = after(run, "early", 0), after(run, "late", 1)
+    assert all(same_bytes(a, b) for a, b in zip(early, late, strict=True))
+
+
+@each_kernel
+def test_the_grid_covers_what_it_says(kind: Recurrence) -> None:
+    runs = [run for run in CASES if run.case.recurrence == kind]
+    cases = [run.case for run in runs]
+    assert {c.T for c in cases} == {2, 4, 8, 9, 16}
+    assert {c.activation for c in cases} == {c.checkpoint for c in cases} == {F32, BF16, F16}
+    assert ({c.V for c in cases}, {c.K for c in cases}) == ({64, 80, 128}, {64, 128, 256})
+    assert {c.window for c in cases} == {5, 16, 33}
+    assert {run.split for run in runs} == {1, 2}
+    assert {run.layout for run in runs} == {"record_major", "head_major", "strided"}
+    assert {run.arch for run in runs} == {"sm_90a", "sm_103a"}
+
+
+SMALL = {kind: Run("sm_90a", case(kind, (1, 1, 64, 64), 6, 3, F32, F32)) for kind in WITH_KERNEL}
+
+
+@each_kernel
+def test_drafts_and_commits_are_the_recurrence(kind: Recurrence) -> None:
+    """Random acceptance of 0 to T tokens, forced folds and padding, with a window that fills every other step."""
+    trace = Trace(case(kind, (1, 1, 64, 64), 4, 3, F32, F32), torch.device("cpu"), slots=3)
+    bench = Bench("sm_90a", "late")
+    trace.work = Interpreted.of(trace.work, bench)
+    for _ in range(8):
+        trace.step()
+    assert trace.mistakes() == []
+    assert len(bench.launches) == 16
+
+
+@each_kernel
+def test_one_row_does_not_depend_on_the_others(kind: Recurrence) -> None:
+    """Rows in reverse order give the same bits: no sum depends on which CTA a row is."""
+    run = SMALL[kind]
+    straight, turned = (Interpreted.of(run.scene, Bench(run.arch, "early")) for _ in range(2))
+    for name in [n for n, t in turned.inputs._asdict().items() if isinstance(t, torch.Tensor) and t.dim() > 2]:
+        turned.inputs = turned.inputs._replace(**{name: getattr(turned.inputs, name).flip(0)})
+    turned.cache_indices = turned.cache_indices.flip(0)
+    turned.force_fold = None if turned.force_fold is None else turned.force_fold.flip(0)
+    assert same_bytes(straight.step(), turned.step().flip(0))
+    assert all(same_bytes(a, b) for a, b in zip(straight.written(), turned.written(), strict=True))
+
+
+@each_kernel
+def test_strong_and_infinite_decays_stay_finite(kind: Recurrence) -> None:
+    """Sums of log-decays far below -88, between tokens too, and of a delta rule a record of -inf: a difference of
+    prefixes would be NaN or lose the small decays behind a large one."""
+    run = SMALL[kind]
+    work = Interpreted.of(run.scene, Bench(run.arch, "early"))
+    gate = part(work.inputs, "gate")
+    gate.copy_(torch.tensor([3e4, -30.0, 4.0]).view(1, 3, 1).expand_as(gate))
+    gate[1::2] = gate[1::2].flip(1)
+    part(work.inputs, "rate").fill_(-400.0 if kind == "mamba2" else 6.0)
+    if kind != "mamba2":
+        work.pool.decay[:, :, 1] = -float("inf")
+    assert mistakes(work) == []
+
+
+ERRORS: dict[str, float] = {"tf32": 2.0**-15, "bf16": 2.0**-7}  # twice a term's rounding
+
+
+@each_kernel
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
+def test_a_precision_errs_as_it_says(kind: Recurrence, precision: str) -> None:
+    """Relative to the largest output of float32 activations; each is coarser than the one before."""
+    run = replace(SMALL[kind], case=case(kind, (1, 1, 64, 64), 6, 3, F32, F32))
+
+    def output(precision: str) -> torch.Tensor:
+        work = Interpreted.of(replace(run.scene, forced=None), Bench(run.arch, "early"))
+        return work.step(config=StepConfig(precision=precision)).double()
+
+    exact = output("fp32")
+    error = float((output(precision) - exact).abs().max() / exact.abs().max())
+    assert error == 0 if precision == "fp32" else 0.01 * ERRORS[precision] < error < ERRORS[precision]
+
+
+# Teeth.
+
+
+def swap(pattern: str, by: str, which: int = 0) -> Callable[[str], str]:
+    """A fault: the match number `which` of a pattern becomes something else."""
+
+    def change(ptx: str) -> str:
+        found = list(re.finditer(pattern, ptx))
+        start, end = found[which].span()
+        return ptx[:start] + found[which].expand(by) + ptx[end:]
+
+    return change
+
+
+BARRIER, STORE = r"bar\.sync\s+0;", r"@p st\.global[^;]*;"
+PRODUCT = r"mma\.sync[^{;]*\{(%\w+),\s*(%\w+),\s*(%\w+),\s*(%\w+)\}[^;]*;"
+NORM, ZERO = r"rsqrt\.approx\S*\s+(%\w+), %\w+;", " ".join(rf"mov.f32 \{i}, 0f00000000;" for i in range(1, 5))
+
+
+def faults(ptx: str) -> dict[str, tuple[str, str]]:
+    """A changed kernel and how its report or the first wrong result begins, by name. The first two barriers order
+    loads, not memory; of the products, which are many, one in five is left out at a time."""
+    found: dict[str, tuple[str, str]] = {}
+    for what, pattern, by, beginning, first, every in (
+        ("barrier", BARRIER, "", "race: shared|uninitialised: shared", 2, 1),
+        ("product", PRODUCT, ZERO, "output|value", 0, 5),
+        ("store", STORE, "", "output|value|key|decay|checkpoint", 0, 1),
+        ("norm", NORM, r"mov.f32 \1, 0f3F800000;", "output|key", 0, 1),
+    ):
+        for i in range(first, len(re.findall(pattern, ptx)), every):
+            found[f"no {what} {i}"] = swap(pattern, by, i)(ptx), beginning
+    return found
+
+
+def caught(kind: Recurrence, changed: str) -> list[str]:
+    """What rows that read, fold and wrap around find in a changed kernel. Copies are late."""
+    scene = replace(SMALL[kind].scene, counts=(6, 3, PAD, 2), starts=(4, 5, 0, 7), forced=None)
+    try:
+        return mistakes(Interpreted.of(scene, Bench("sm_90a", "late", change=lambda ptx: changed or ptx)))
+    except TroubleError as trouble:
+        return [str(trouble)]
+
+
+@each_kernel
+def test_faults_in_the_kernel_are_caught(kind: Recurrence) -> None:
+    bench = Bench("sm_90a")
+    Interpreted.of(replace(SMALL[kind].scene, forced=None), bench).step()
+    assert caught(kind, "") == []
+    changed = faults(bench.launches[0].ptx)
+    missed = []
+    for name, (ptx, beginning) in changed.items():
+        first = next(iter(caught(kind, ptx)), "nothing")
+        if not re.match(beginning, first):
+            missed.append(f"{name}: {first}")
+    assert not missed, "\n".join(missed)
+    assert len(changed) > 20
+
+
+def test_a_layer_without_the_kernel_is_refused() -> None:
+    run = Run("sm_90a", case("kda", (1, 1, 64, 64), 6, 3, BF16, F32))
+    work: Work = Interpreted.of(run.scene, Bench(run.arch))
+    with pytest.raises(NotImplementedError, match=r"num_tokens: .*T = 3"):
+        work.step()
