@@ -142,6 +142,7 @@ class Tile:
     value_size: int
     probes: int = 1
     channels: bool = False
+    tokens: int = 1
 
     @classmethod
     def of(cls, key: StepKey) -> Tile:
@@ -155,6 +156,7 @@ class Tile:
             value_size=SIZE_BYTES[key.record_dtype],
             probes=key.probes if key.num_tokens == 1 else 0,
             channels=isinstance(key.options, KdaOptions),
+            tokens=key.num_tokens,
         )
 
     @property
@@ -242,7 +244,12 @@ class Tile:
     @property
     def channel_bytes(self) -> int:
         """Shared memory of the decays by channel (`replay.channels`), in which a fold also stages the scaled keys."""
-        return (self.padded_window + 2) * self.d_state * 4 if self.channels else 0
+        return (self.padded_window + 1 + self.tokens) * self.d_state * 4 if self.channels else 0
+
+    @property
+    def staged_vector_bytes(self) -> int:
+        """From one staged probe of bfloat16 to the next: the accesses of neighbouring rows lie in other banks."""
+        return self.d_state * 2 + 8 * self.vector
 
     @property
     def staged_size(self) -> int:
@@ -287,10 +294,13 @@ class DraftShape:
     tokens: int
     probes: int
     window: int
+    terms: int
+    channels: bool
 
     @classmethod
     def of(cls, key: StepKey) -> DraftShape:
-        return cls(key.num_tokens, key.probes, key.window)
+        channels = isinstance(key.options, KdaOptions)
+        return cls(key.num_tokens, key.probes, key.window, TERMS[key.config.precision], channels)
 
     @property
     def token_blocks(self) -> int:
@@ -319,13 +329,21 @@ class DraftShape:
         return self.probe_blocks * 8 * self.score_stride * 4
 
     @property
-    def decays_bytes(self) -> int:
-        """Shared memory of the decays from token to token, [token block][token][token]."""
-        return self.token_blocks * self.tokens * self.tokens * 4
+    def between_bytes(self) -> int:
+        """Shared memory of what passes between tokens: decays [token block][token][token], or where channels decay by
+        themselves the scores that each warp has summed over its channels, [warp][token][probe][token]."""
+        tables = self.probes * (THREADS // WARP) if self.channels else self.token_blocks
+        return tables * self.tokens * self.tokens * 4
+
+    def vectors_bytes(self, tile: Tile) -> int:
+        """Shared memory of the probes as the state meets them, where channels decay by themselves: [term][probe][K]."""
+        return self.terms * self.probe_blocks * 8 * tile.staged_vector_bytes if self.channels else 0
 
     def staging_bytes(self, tile: Tile) -> int:
-        """Shared memory beside the tile: the scores and decays, later a fold's records there."""
-        return max(self.scores_bytes + self.decays_bytes, tile.staging_bytes)
+        """Shared memory beside the tile: decays by channel, scores, what is between tokens, probes; later a fold's
+        records."""
+        own = tile.channel_bytes + self.scores_bytes + self.between_bytes + self.vectors_bytes(tile)
+        return max(own, tile.staging_bytes)
 
 
 def invalid_reason(key: StepKey, arch: Arch) -> str | None:
@@ -336,8 +354,6 @@ def invalid_reason(key: StepKey, arch: Arch) -> str | None:
         return f"head_dim: supported are 64, 80 and 128, got {key.head_dim}"
     if not 1 <= key.num_v_heads <= 256:
         return f"num_v_heads: supported are 1 to 256, got {key.num_v_heads}"
-    if key.num_tokens > 1 and isinstance(key.options, KdaOptions):
-        return f"num_tokens: Kimi Delta Attention is decoded 1 token a row, got T = {key.num_tokens}"
     config, tile = key.config, Tile.of(key)
     if key.head_dim % config.split or tile.rows % tile.readout_rows:
         return f"split: {key.head_dim} rows do not split into {config.split} parts of whole {tile.readout_rows}s"
@@ -364,11 +380,14 @@ def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
     head, since each repeats the work on the window (H200, 2026-11-29, docs/performance.md). A float32 checkpoint leaves
     registers to fold 32 values at a time. With two probes shared memory limits the CTAs before registers do, and a
     16-bit one folds as many (GDN at batch 256: 403 -> 353 us, non-flush 135.6 and 135.5).
+
+    Products of several tokens are as precise as what is made of them: 16 bits for outputs and records of 16 bits.
     """
     del batch  # no measured shape wants another choice at another batch
     fold_values = 32 if key.checkpoint_dtype == "float32" or key.probes > 1 else 16
+    precision: Precision = "fp32" if "float32" in (key.activation_dtype, key.record_dtype) else "tf32"
     for split in (1, 2, 4, 5, 8):
-        candidate = replace(key, config=StepConfig(split, fold_values))
+        candidate = replace(key, config=StepConfig(split, fold_values, precision))
         if is_valid(candidate, arch) and Tile.of(candidate).bytes <= LARGEST_TILE_BYTES:
             return candidate.config
     return None

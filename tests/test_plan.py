@@ -132,7 +132,7 @@ OTHER: dict[str, Any] = {
     "num_v_heads": 16, "num_k_heads": 4, "head_dim": 80, "d_state": 256, "window": 8, "ring_capacity": 40,
     "ring_layout": "head_major", "checkpoint_dtype": "bfloat16", "activation_dtype": "float16",
     "value_dtype": "float32", "decay_dtype": "bfloat16", "config.split": 4, "config.fold_values": 8,
-    "config.precision": "tf32", "num_tokens": 4,
+    "config.precision": "bf16", "num_tokens": 4,
     "rows.index_dtype": "int64", "rows.has_force_fold": True, "rows.pdl": True,
 }  # fmt: skip
 OTHER_OPTIONS: dict[Recurrence, dict[str, Any]] = {

@@ -1,8 +1,9 @@
 """Decay of a window channel by channel: each thread has a channel of K, and stages what all threads then multiply by.
 
 In shared memory, float [rows][K]: row j is how much record j has decayed by the end of the window; two rows follow the
-padded window, the decay of the whole window and that of the token alone. Exponents are sums of log-decays, each 0 or
-less, taken from the last record back; none is a difference.
+padded window, the decay of the whole window and that of the token alone. With several tokens the window ends before
+them, and the decay of the whole window is followed by a row for each token, its decay and that of the tokens before it.
+Exponents are sums of log-decays, each 0 or less, taken from the last record back; none is a difference.
 """
 
 from __future__ import annotations
@@ -52,29 +53,51 @@ class ChannelRecords:
         )
 
     def append(
-        self, ring: cute.Tensor, dtype: str, tile: Tile, place: Place, cursor: RowCursor, token: list[Any]
+        self,
+        ring: cute.Tensor,
+        dtype: str,
+        tile: Tile,
+        place: Place,
+        cursor: RowCursor,
+        token: list[Any],
+        ahead: int = 0,
     ) -> None:
-        """Write the token's log-decays behind the committed ones."""
+        """Write a token's log-decays, `ahead` records behind the committed ones."""
         size = 4 if dtype == "float32" else 2
-        row = address(ring, size, cursor.slot, place.head, cursor.physical(cursor.count))
+        row = address(ring, size, cursor.slot, place.head, cursor.physical(cursor.count + ahead))
         for (channel, inside), decay in zip(own_channels(tile, place.thread), token, strict=True):
             store_scalar_if(inside * Int32(place.first_row == 0), row + channel * size, decay, dtype)
 
     def stage(self, tile: Tile, place: Place, reads: Any, token: list[Any], base: Any) -> None:
-        """Fill the rows in shared memory; the token decays the records of a row that reads."""
-        for (channel, inside), words, decay in zip(own_channels(tile, place.thread), self.words, token, strict=True):
-            where = base + channel * 4
+        """Fill the rows in shared memory for one token, which decays the records of a row that reads."""
+        for own, words, decay in zip(own_channels(tile, place.thread), self.words, token, strict=True):
+            stage_window(tile, base, own, words, select(reads, decay, Float32(0.0)))
+            stage_row(tile, base, own, tile.padded_window + 1, decay)
 
-            def put(row: int, value: Any, where: Any = where, inside: Any = inside) -> None:
-                store_shared_if(inside, where + row * tile.d_state * 4, [value.bitcast(Int32)])
+    def stage_draft(self, tile: Tile, place: Place, tokens: list[list[Any]], base: Any) -> None:
+        """Fill the rows for several tokens: [channel][token]."""
+        for own, words, decays in zip(own_channels(tile, place.thread), self.words, tokens, strict=True):
+            stage_window(tile, base, own, words, Float32(0.0))
+            so_far = Float32(0.0)
+            for s, decay in enumerate(decays):
+                so_far = so_far + decay
+                stage_row(tile, base, own, tile.padded_window + 1 + s, so_far)
 
-            later = select(reads, decay, Float32(0.0))
-            for j in range(tile.padded_window - 1, -1, -1):
-                put(j, exp2(later * Float32(LOG2_E)))
-                if j < tile.window:
-                    later = later + words[j]
-            put(tile.padded_window, exp2(later * Float32(LOG2_E)))
-            put(tile.padded_window + 1, exp2(decay * Float32(LOG2_E)))
+
+def stage_row(tile: Tile, base: Any, own: tuple[Int32, Int32], row: int, log_decay: Any) -> None:
+    """One channel of a row: how much a log-decay leaves."""
+    channel, inside = own
+    where = base + channel * 4 + row * tile.d_state * 4
+    store_shared_if(inside, where, [exp2(log_decay * Float32(LOG2_E)).bitcast(Int32)])
+
+
+def stage_window(tile: Tile, base: Any, own: tuple[Int32, Int32], words: list[Any], later: Any) -> None:
+    """One channel of the window's rows and of the decay of all of it, with `later` behind it."""
+    for j in range(tile.padded_window - 1, -1, -1):
+        stage_row(tile, base, own, j, later)
+        if j < tile.window:
+            later = later + words[j]
+    stage_row(tile, base, own, tile.padded_window, later)
 
 
 def key_factors(tile: Tile, base: Any, row: Any, lane8: Any) -> list[Float32]:

@@ -17,13 +17,21 @@ from typing import Any
 
 from cutlass import Float32, Int32, Uint32
 
-from cute_kernels.configs import DraftShape, Tile
+from cute_kernels.configs import THREADS, WARP, DraftShape, Tile
 from cute_kernels.primitives.arithmetic import exp2, select
-from cute_kernels.primitives.memory import load_shared, load_shared_floats, store_shared, store_shared_if
-from cute_kernels.primitives.mma import Fragment, float_fragment, fragment, multiply
-from cute_kernels.primitives.reduce import broadcast
+from cute_kernels.primitives.convert import unpack
+from cute_kernels.primitives.memory import (
+    load_shared,
+    load_shared_floats,
+    store_shared,
+    store_shared_half_if,
+    store_shared_if,
+)
+from cute_kernels.primitives.mma import Fragment, bf16_terms, float_fragment, fragment, multiply
+from cute_kernels.primitives.reduce import broadcast, transposed_place, transposing_sum
 from cute_kernels.replay.window import load_row_words
 
+LANES = (16, 8, 4, 2, 1)
 QUAD = (1, 2)  # masks of the lanes that share a vector
 
 
@@ -35,18 +43,115 @@ def load_block(source: Any, valid: Any, lane: Any, tile: Tile) -> list[Uint32]:
     return [w for c in range(chunks) for w in load_row_words(valid, start + c * 4 * vector_bytes, vector_bytes // 4)]
 
 
+def chunk_floats(tile: Tile, base: Any, row: Any, chunk: int, lane: Any) -> list[Float32]:
+    """Of a row of decays by channel in shared memory, those of this lane's elements in a chunk."""
+    where = base + row * (tile.d_state * 4) + lane % 4 * (tile.vector * 4)
+    return [
+        x
+        for first in range(0, tile.vector, 4)
+        for x in load_shared_floats(where, 4, 16, offset=(chunk * 4 * tile.vector + first) * 4)
+    ]
+
+
+@dataclass(frozen=True)
+class Vectors:
+    """Blocks of queries or keys as a lane has them, for products with the state or with each other.
+
+    A chunk is 4 vectors of 16 bytes of the state, one a lane of the four that share a vector.
+
+    Args:
+        tile: says how `load_block` took them.
+        dtype: of the packed words.
+        words: of each block, what `load_block` loaded.
+        decay_rows: where channels decay by themselves: for each block the row of decays in shared memory
+            (`replay.channels`) that its vector is multiplied by.
+        decays: shared address of these rows.
+    """
+
+    tile: Tile
+    dtype: str
+    words: list[list[Uint32]]
+    decay_rows: list[Any]
+    decays: Int32
+    lane: Int32
+
+    @property
+    def blocks(self) -> int:
+        return len(self.words)
+
+    @property
+    def chunks(self) -> int:
+        return self.tile.d_state // (4 * self.tile.vector)
+
+    def fragment(self, block: int, chunk: int, terms: int) -> Fragment:
+        """One chunk of a block."""
+        size = len(self.words[block]) // self.chunks
+        words = self.words[block][chunk * size : (chunk + 1) * size]
+        if not self.tile.channels:
+            return fragment(words, self.dtype, terms)
+        decays = chunk_floats(self.tile, self.decays, self.decay_rows[block], chunk, self.lane)
+        values = [x * y for x, y in zip(unpack(words, self.dtype), decays, strict=True)]
+        return float_fragment(values, terms)
+
+
+@dataclass(frozen=True)
+class StagedVectors:
+    """Blocks of queries and keys in shared memory, bfloat16 [term][vector][K], as they meet the state.
+
+    Args:
+        base: shared address.
+        blocks: blocks of 8 vectors.
+    """
+
+    base: Int32
+    tile: Tile
+    blocks: int
+    lane: Int32
+
+    def store(self, vector: int, channel: Any, inside: Any, pair: list[Any], apart: int, terms: int) -> None:
+        """One channel of two vectors, `apart` vectors from each other."""
+        for term, word in enumerate(bf16_terms(pair[0], pair[1], terms)):
+            row = term * self.blocks * 8 + vector
+            where = self.base + row * self.tile.staged_vector_bytes + channel * 2
+            store_shared_half_if(inside, where, word)
+            store_shared_half_if(inside, where + apart * self.tile.staged_vector_bytes, word >> 16)
+
+    def fragment(self, block: int, chunk: int, terms: int) -> Fragment:
+        """One chunk of a block, as `Vectors.fragment`."""
+        vector = self.tile.vector
+        where = self.base + (block * 8 + self.lane // 4) * self.tile.staged_vector_bytes + self.lane % 4 * (vector * 2)
+        step = self.blocks * 8 * self.tile.staged_vector_bytes
+        skips = [term * step + chunk * vector * 8 for term in range(terms)]
+        words = [load_shared(where, vector // 2, offset=skip) for skip in skips]
+        return [[(of_term[i], of_term[i + 1]) for of_term in words] for i in range(0, vector // 2, 2)]
+
+
+def score_block(probes: Vectors, blocks: list[int], keys: Vectors, block: int, terms: int) -> list[Float32]:
+    """Products of one or two blocks of probes with a block of keys, as `multiply` returns them."""
+    raw = [Float32(0.0)] * 4
+    for c in range(probes.chunks):
+        left = [probes.fragment(b, c, terms) for b in blocks]
+        raw = multiply(raw, left[0], left[1] if len(left) == 2 else None, keys.fragment(block, c, terms), terms)
+    return raw
+
+
 def read_state(
-    tile: Tile, dtype: str, state: Any, first_row: Any, probes: list[Fragment], lane: Any, terms: int
-) -> list[list[Float32]]:
-    """Products of 16 rows of the tile at shared address `state` with each block of probes."""
+    dtype: str, state: Any, first_rows: list[Any], probes: Vectors | StagedVectors, terms: int
+) -> list[list[list[Float32]]]:
+    """Products of 16 rows of the tile at shared address `state` with each block of probes, for each first row."""
+    tile, lane = probes.tile, probes.lane
     row_bytes = tile.d_state * tile.state_size
-    base = state + (first_row + lane // 4 * 2) * row_bytes + lane % 4 * 16
-    sums: list[list[Any]] = [[Float32(0.0)] * 4 for _ in probes]
-    per_chunk = tile.vector // 4  # times 16 of K
+    bases = [state + (first + lane // 4 * 2) * row_bytes + lane % 4 * 16 for first in first_rows]
+    sums = [[[Float32(0.0)] * 4 for _ in range(probes.blocks)] for _ in bases]
     for c in range(tile.d_state // (4 * tile.vector)):
-        upper, lower = (fragment(load_shared(base, 4, offset=i * row_bytes + c * 64), dtype, terms) for i in (0, 1))
-        for b, probe in enumerate(probes):
-            sums[b] = multiply(sums[b], upper, lower, probe[c * per_chunk : (c + 1) * per_chunk], terms)
+        rows = [
+            [fragment(load_shared(base, 4, offset=i * row_bytes + c * 64), dtype, terms) for i in (0, 1)]
+            for base in bases
+        ]
+        for b in range(probes.blocks):
+            right = probes.fragment(b, c, terms)
+            for of_part, (upper, lower) in zip(sums, rows, strict=True):
+                of_part[b] = multiply(of_part[b], upper, lower, right, terms)
     return sums
 
 
@@ -111,6 +216,33 @@ class Scores:
         """Where the warp that scores a block of tokens keeps the decays between tokens."""
         return self.base + self.shape.scores_bytes + block * (self.shape.tokens * self.shape.tokens * 4)
 
+    def _sums_of(self, warp: Any, token: Any) -> Int32:
+        """Where a warp keeps its sums of a token's scores, of the query and then of the key."""
+        return self.base + self.shape.scores_bytes + (warp * self.shape.tokens + token) * (self.shape.tokens * 8)
+
+    def store_sums(self, token: int, values: list[Any], warp: Any) -> None:
+        """Sum a token's scores of query and key with every token over the lanes of a warp and store them."""
+        kept = transposing_sum(values, self.lane, LANES)
+        first, _, owner = transposed_place(len(values), self.lane, LANES)
+        for i, value in enumerate(kept):
+            inside = Int32(owner) * Int32(first + i < len(values))
+            store_shared_if(inside, self._sums_of(warp, token) + (first + i) * 4, [value.bitcast(Uint32)])
+
+    def load_sums(self, blocks: list[int], token_block: Any) -> list[Float32]:
+        """Scores of tokens with tokens that all warps have summed, in the places of a product."""
+        raw, last = [], self.shape.tokens - 1
+        for block in blocks:
+            token = block % self.shape.token_blocks * 8 + self.lane // 4
+            token = select(token < last, token, Int32(last))
+            for e in (0, 1):
+                earlier = token_block * 8 + self.lane % 4 * 2 + e
+                earlier = select(earlier < last, earlier, Int32(last))
+                column = earlier + block // self.shape.token_blocks * self.shape.tokens
+                places = [self._sums_of(Int32(warp), token) + column * 4 for warp in range(THREADS // WARP)]
+                parts = [load_shared_floats(where, 1, 4)[0] for where in places]
+                raw.append((parts[0] + parts[1]) + (parts[2] + parts[3]))
+        return raw
+
     def store_decays(self, block: Any, decays: DraftDecays) -> None:
         """How much each token has decayed by each later one: float [later][earlier], 0 above the diagonal, 1 on it."""
         later, tokens = Float32(0.0), self.shape.tokens
@@ -139,8 +271,10 @@ class Scores:
             for e in (0, 1):
                 earlier = first + e
                 inside = select(earlier < shape.tokens, earlier, Int32(0))
-                where = self._decays_of(token_block) + (last * shape.tokens + inside) * 4
-                value = raw[2 * i + e] * (factors[i] * columns[e]) * load_shared_floats(where, 1, 4)[0]
+                value = raw[2 * i + e] * (factors[i] * columns[e])
+                if not shape.channels:
+                    where = self._decays_of(token_block) + (last * shape.tokens + inside) * 4
+                    value = value * load_shared_floats(where, 1, 4)[0]
                 if block < shape.token_blocks:
                     own = select(earlier == token, skip, Float32(0.0))
                     pair.append(select(earlier <= token, value, Float32(0.0)) + own)

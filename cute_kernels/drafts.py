@@ -1,0 +1,329 @@
+"""What a CTA of the step of several tokens works on, loads and knows: `verify` does the work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32
+
+from cute_kernels.args import StepTensors
+from cute_kernels.configs import SIZE_BYTES, THREADS, WARP, DraftShape, StepKey, Tile
+from cute_kernels.primitives.arithmetic import exp2, select
+from cute_kernels.primitives.convert import unpack
+from cute_kernels.primitives.reduce import broadcast, prefix_sums
+from cute_kernels.records import LaneRecords, policy_of
+from cute_kernels.recurrences.base import Gate, Recurrence
+from cute_kernels.recurrences.kda import Kda
+from cute_kernels.replay.channels import ChannelRecords, own_channels
+from cute_kernels.replay.cursor import RowCursor
+from cute_kernels.replay.decay import decay_to_end
+from cute_kernels.replay.draft import QUAD, DraftDecays, Scores, StagedVectors, Vectors, load_block
+from cute_kernels.replay.window import Place, address, load_row_words, load_scalar_if
+
+WARPS = THREADS // WARP
+
+
+@dataclass(frozen=True)
+class Channels:
+    """The channels that a lane has in 16 rows of its warp: two neighbours.
+
+    Args:
+        first: local row of the first.
+        inside: whether the tile has these rows.
+    """
+
+    first: Int32
+    inside: Int32
+
+    @classmethod
+    def of(cls, tile: Tile, place: Place) -> list[Channels]:
+        """One for each 16 rows that the warp takes."""
+        rows = [(place.warp + WARPS * i) * 16 for i in range(-(-tile.rows // (16 * WARPS)))]
+        return [cls(row + place.lane // 4 * 2, Int32(row < tile.rows)) for row in rows]
+
+
+@dataclass(frozen=True)
+class Cta:
+    """What a CTA works on, as one of its threads sees it.
+
+    Args:
+        channels: of V, in each 16 rows of this warp.
+        state: shared address of the tile.
+        staging: of the decays by channel, then the scores, later of a fold's records.
+    """
+
+    tensors: StepTensors
+    key: StepKey
+    place: Place
+    channels: list[Channels]
+    state: Int32
+    staging: Int32
+
+    @property
+    def policy(self) -> Recurrence:
+        return policy_of(self.key)
+
+    @property
+    def tile(self) -> Tile:
+        return Tile.of(self.key)
+
+    @property
+    def shape(self) -> DraftShape:
+        return DraftShape.of(self.key)
+
+    @property
+    def terms(self) -> int:
+        """bfloat16 terms of a float32 factor."""
+        return self.shape.terms
+
+    @property
+    def scores(self) -> Scores:
+        return Scores(self.staging + self.tile.channel_bytes, self.shape, self.place.lane)
+
+    def vectors(self, words: list[list[Uint32]], decay_rows: list[Any]) -> Vectors:
+        """Blocks of queries or keys that `load_block` loaded."""
+        return Vectors(self.tile, self.key.activation_dtype, words, decay_rows, self.staging, self.place.lane)
+
+    def probes(self, loaded: list[list[list[Uint32]]]) -> Vectors:
+        """What `load_probes` loaded; where channels decay by themselves, decayed since the window."""
+        last = self.shape.tokens - 1
+        tokens = [b * 8 + self.place.lane // 4 for b in range(self.shape.token_blocks)]
+        rows = [self.tile.padded_window + 1 + select(t < last, t, Int32(last)) for t in tokens]
+        return self.vectors([words for probe in loaded for words in probe], rows * self.shape.probes)
+
+    @property
+    def staged(self) -> StagedVectors:
+        """The probes as the state meets them, where channels decay by themselves."""
+        base = self.scores.base + self.shape.scores_bytes + self.shape.between_bytes
+        return StagedVectors(base, self.tile, self.shape.probe_blocks, self.place.lane)
+
+    def own(self, first: int) -> list[Any]:
+        """The four of 16 vectors from `first` on whose elements this lane has on the left side of a product."""
+        return [first + self.place.lane % 4 * 2 + e for e in (0, 1, 8, 9)]
+
+    def is_token(self, token: Any) -> Int32:
+        """Whether the step has this token."""
+        return Int32(token < self.shape.tokens)
+
+    def input_place(self, tensor: cute.Tensor, token: Any, *index: Any) -> Int64:
+        """Where a token's part of an input or the output begins."""
+        return address(tensor, SIZE_BYTES[self.key.activation_dtype], self.place.row, token, *index)
+
+    def value_place(self, cursor: RowCursor, record: Any, channel: Any) -> Int64:
+        """Where a channel of a record is, or goes, in the value ring."""
+        size, physical = SIZE_BYTES[self.key.record_dtype], cursor.physical(record)
+        return address(self.tensors.pool.value, size, cursor.slot, self.place.head, physical, channel)
+
+    def key_place(self, cursor: RowCursor, record: Any) -> Int64:
+        """The same for a record's key."""
+        size, physical = SIZE_BYTES[self.key.activation_dtype], cursor.physical(record)
+        return address(self.tensors.pool.key, size, cursor.slot, self.place.group, physical)
+
+
+def load_pair(valid: Any, where: Any, dtype: str) -> list[Uint32]:
+    """The words of two neighbouring channels."""
+    return load_row_words(valid, where, SIZE_BYTES[dtype] // 2)
+
+
+def load_probes(cta: Cta) -> list[list[list[Uint32]]]:
+    """By probe and block of tokens, this lane's words of its vector."""
+    policy, place, inputs = cta.policy, cta.place, cta.tensors.inputs
+    tokens = [b * 8 + place.lane // 4 for b in range(cta.shape.token_blocks)]
+    return [
+        [load_block(cta.input_place(tensor, t, place.group), cta.is_token(t), place.lane, cta.tile) for t in tokens]
+        for tensor in (policy.query(inputs), policy.key(inputs))[: cta.shape.probes]
+    ]
+
+
+@dataclass(frozen=True)
+class TokenChannel:
+    """One channel of K of a token, where each decays by itself.
+
+    Args:
+        gate: what `Kda.load_channel` loaded.
+        query, key: as they came.
+    """
+
+    gate: tuple[Any, ...]
+    query: Float32
+    key: Float32
+
+    @classmethod
+    def load(cls, cta: Cta, policy: Kda, token: int, own: tuple[Int32, Int32]) -> TokenChannel:
+        place, dtype, (channel, inside) = cta.place, cta.key.activation_dtype, own
+        inputs: Any = cta.tensors.inputs
+        parameters: Any = cta.tensors.parameters
+        gate = policy.load_channel(inputs, parameters, place.row, token, place.head, channel, inside)
+        query, key = (
+            load_scalar_if(inside, cta.input_place(tensor, token, place.group, channel), dtype)
+            for tensor in (policy.query(inputs), policy.key(inputs))
+        )
+        return cls(gate, query, key)
+
+
+@dataclass(frozen=True)
+class DraftLoads:
+    """Loads that need neither slot nor cursor.
+
+    Args:
+        gate: what `Recurrence.load_token` loaded for the token of this lane; the last one's from there on.
+        probes: by probe and block of tokens, this lane's words of its vector.
+        values: for each 16 rows of the warp, the words of this lane's channels of its tokens (`Cta.own`); empty under
+            a delta rule.
+        channels: for each channel of K that this thread has, and each token, what its decay needs, its query and key;
+            empty where one decay is all.
+        epilogues: for each 16 rows and each block of tokens, what `load_epilogue` loaded for channel and token, channel
+            and next token, next channel and token, next channel and next token.
+    """
+
+    gate: tuple[Any, ...]
+    probes: list[list[list[Uint32]]]
+    values: list[list[list[Uint32]]]
+    channels: list[list[TokenChannel]]
+    epilogues: list[list[list[Any]]]
+
+    @classmethod
+    def start(cls, cta: Cta) -> DraftLoads:
+        policy, shape, place, inputs = cta.policy, cta.shape, cta.place, cta.tensors.inputs
+        own = select(place.lane < shape.tokens, place.lane, Int32(shape.tokens - 1))
+        gate = policy.load_token(inputs, cta.tensors.parameters, place.row, own, place.head)
+        probes = load_probes(cta)
+        values, epilogues = [], []
+        for part in cta.channels:
+            channel = place.first_row + part.first
+            own_tokens = cta.own(0)[: 2 * shape.token_blocks]
+            inside = [part.inside * cta.is_token(t) for t in own_tokens]
+            words = []
+            for t, valid in zip([] if policy.value_needs_state else own_tokens, inside, strict=False):
+                where = cta.input_place(policy.value(inputs), t, place.head, channel)
+                words.append(load_pair(valid, where, cta.key.activation_dtype))
+            values.append(words)
+            epilogues.append(
+                [
+                    [
+                        policy.load_epilogue(inputs, place.row, own_tokens[i], place.head, channel + c, inside[i])
+                        for c in (0, 1)
+                        for i in (2 * b, 2 * b + 1)
+                    ]
+                    for b in range(shape.token_blocks)
+                ]
+            )
+        channels = []
+        if isinstance(policy, Kda):
+            for own_channel in own_channels(cta.tile, place.thread):
+                channels.append([TokenChannel.load(cta, policy, t, own_channel) for t in range(shape.tokens)])
+        return cls(gate, probes, values, channels, epilogues)
+
+
+@dataclass(frozen=True)
+class WindowLoads:
+    """Loads that need the cursor.
+
+    Args:
+        decays: decay records of the window, by lane or by channel.
+        keys: of each block of records that this warp scores, this lane's words of its key.
+        values: for each 16 rows of the warp, and each 16 records, the words of this lane's channels of its four.
+    """
+
+    decays: LaneRecords | ChannelRecords
+    keys: list[list[Uint32]]
+    values: list[list[list[list[Uint32]]]]
+
+    @classmethod
+    def start(cls, cta: Cta, cursor: RowCursor) -> WindowLoads:
+        shape, place, key_of = cta.shape, cta.place, cta.policy.key
+        decays: LaneRecords | ChannelRecords
+        if cta.tile.channels:
+            decays = ChannelRecords.load(cta.tensors.pool.decay, cta.key.decay_dtype, cta.tile, place, cursor)
+        else:
+            decays = LaneRecords.load(cta.tensors.pool, cta.key, place, cursor)
+        keys = []
+        for step in range(-(-shape.record_blocks // WARPS)):
+            record = (place.warp + WARPS * step) * 8 + place.lane // 4
+            token, from_window = record - shape.window_columns, record < shape.window_columns
+            valid = select(from_window, Int32(record < cursor.count), cta.is_token(token))
+            fresh = cta.input_place(key_of(cta.tensors.inputs), token, place.group)
+            source = select(from_window, cta.key_place(cursor, record), fresh)
+            keys.append(load_block(source, valid, place.lane, cta.tile))
+        values = [
+            [
+                [
+                    load_pair(
+                        part.inside * Int32(record < cursor.count),
+                        cta.value_place(cursor, record, place.first_row + part.first),
+                        cta.key.record_dtype,
+                    )
+                    for record in cta.own(first)
+                ]
+                for first in range(0, shape.window_columns, 16)
+            ]
+            for part in cta.channels
+        ]
+        return cls(decays, keys, values)
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What the lanes know of the tokens once their gates are computed.
+
+    Args:
+        gate: of this lane's token.
+        decays: see there.
+        factors: by probe and block of tokens, what this lane's vector is multiplied by.
+        lane: this lane.
+    """
+
+    gate: Gate
+    decays: DraftDecays
+    factors: list[list[Any]]
+    lane: Int32
+
+    @classmethod
+    def of(cls, cta: Cta, early: DraftLoads, records: LaneRecords | ChannelRecords) -> Draft:
+        policy, shape, lane = cta.policy, cta.shape, cta.place.lane
+        gate = policy.gate(early.gate)
+        if isinstance(records, LaneRecords):
+            log2 = select(lane < shape.tokens, gate.rate * gate.record, Float32(0.0))
+            after, window = decay_to_end([gate.rate * r for r in records.words], lane, shape.window)
+            decays = DraftDecays(
+                log2=log2,
+                since_window=exp2(prefix_sums(log2, lane, shape.tokens)),
+                weights=[policy.weight(r) * f for r, f in zip(records.words, after, strict=True)],
+                window=window,
+                token_weight=policy.weight(gate.record),
+            )
+        else:
+            one = Float32(1.0)
+            decays = DraftDecays(Float32(0.0), one, [one] * -(-shape.window // WARP), one, one)
+        factors: list[list[Any]] = [[Float32(1.0)] * shape.token_blocks]
+        if shape.probes == 2:
+            words = [[unpack(block, cta.key.activation_dtype) for block in probe] for probe in early.probes]
+            of_blocks = [policy.factors(query, key, QUAD) for query, key in zip(*words, strict=True)]
+            factors = [list(of_probe) for of_probe in zip(*of_blocks, strict=True)]
+        return cls(gate, decays, factors, lane)
+
+    def row_factors(self) -> list[Any]:
+        """By probe block: factor of this lane's probe, that of a key times the token's strength."""
+        factors = list(self.factors[0])
+        for b, factor in enumerate(self.factors[1] if len(self.factors) == 2 else []):
+            factors.append(factor * broadcast(self.gate.strength, b * 8 + self.lane // 4))
+        return factors
+
+    def column_factors(self) -> list[list[Any]]:
+        """By probe block: the same for this lane's two columns of a product, with the decay of the state."""
+        made = []
+        for block, factor in enumerate(self.row_factors()):
+            decays = self.in_columns(self.decays.since_window, block % len(self.factors[0]))
+            made.append(
+                [
+                    broadcast(factor, self.lane % 4 * 8 + 4 * e) * (decay * self.decays.window)
+                    for e, decay in enumerate(decays)
+                ]
+            )
+        return made
+
+    def in_columns(self, of_token: Any, block: Any) -> list[Any]:
+        """What lane s has for token s, for this lane's two columns of a block."""
+        return [broadcast(of_token, block * 8 + self.lane % 4 * 2 + e) for e in (0, 1)]
