@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -103,6 +103,20 @@ def check_commit(
         _check_rows_of("force_fold", force_fold, rows, (torch.bool,), cursors.device)
 
 
+def check_materialize(cursors: Cursors, source: object, destination: object, num_records: object) -> None:
+    """Refuse rows of `materialize` that do not fit the cursors."""
+    rows = _check_rows_of("source", source, None, (torch.int32, torch.int64), cursors.device)
+    assert isinstance(source, Tensor)
+    _check_rows_of("destination", destination, rows, (source.dtype,), cursors.device)
+    if num_records is not None:
+        _check_rows_of("num_records", num_records, rows, (torch.int32,), cursors.device)
+
+
+def check_flush(cursors: Cursors, slots: object) -> None:
+    """Refuse slots of `flush` that do not fit the cursors."""
+    _check_rows_of("slots", slots, None, (torch.int32, torch.int64), cursors.device)
+
+
 def check_step(
     pool: Pool, cursors: Cursors, inputs: Inputs, cache_indices: object, out: object, force_fold: object
 ) -> None:
@@ -192,20 +206,31 @@ def is_live(cache_indices: Tensor, pad_slot_id: int) -> Tensor:
     return (cache_indices >= 0) & (cache_indices != pad_slot_id)
 
 
-def check_rows(cursors: Cursors, cache_indices: Tensor, pad_slot_id: int) -> None:
+def check_rows(cursors: Cursors, cache_indices: Tensor, pad_slot_id: int, name: str = "cache_indices") -> None:
     """Debug mode: refuse slots out of range, two live rows on one slot, and cursors out of range. Synchronises.
 
     Raises:
         ValueError: names the first offending slot.
     """
-    live = cache_indices[is_live(cache_indices, pad_slot_id)].long()
-    if live.numel() == 0:
-        return
-    if int(live.max()) >= cursors.num_slots:
-        raise ValueError(f"cache_indices: expected slots below {cursors.num_slots}, got {int(live.max())}")
-    slots, counts = live.unique(return_counts=True)
-    if int(counts.max()) > 1:
-        raise ValueError(f"cache_indices: expected distinct slots, got {int(slots[counts.argmax()])} more than once")
+    slots = cache_indices[is_live(cache_indices, pad_slot_id)].long()
+    _check_below(name, slots, cursors.num_slots)
+    check_distinct(name, slots)
+    _check_cursors(cursors, slots)
+
+
+def _check_below(name: str, slots: Tensor, num_slots: int) -> None:
+    if slots.numel() and int(slots.max()) >= num_slots:
+        raise ValueError(f"{name}: expected slots below {num_slots}, got {int(slots.max())}")
+
+
+def check_distinct(name: str, slots: Tensor) -> None:
+    """Debug mode: refuse a slot that is named twice. Synchronises."""
+    found, counts = slots.unique(return_counts=True)
+    if found.numel() and int(counts.max()) > 1:
+        raise ValueError(f"{name}: expected distinct slots, got {int(found[counts.argmax()])} more than once")
+
+
+def _check_cursors(cursors: Cursors, slots: Tensor) -> None:
     limits = {"ring_start": cursors.replay.ring_capacity - 1, "num_committed": cursors.replay.window}
     for name, limit in limits.items():
         values = getattr(cursors, name)[slots]
@@ -214,6 +239,32 @@ def check_rows(cursors: Cursors, cache_indices: Tensor, pad_slot_id: int) -> Non
             raise ValueError(
                 f"{name}: expected 0 to {limit}, got {int(values[bad][0])} in slot {int(slots[bad][0])}; "
                 "reset a slot before its first use"
+            )
+
+
+def check_moves(cursors: Cursors, source: Tensor, destination: Tensor, num_records: Tensor | None) -> None:
+    """Debug mode: refuse rows of `materialize` that overlap, leave the pool or ask for too many records. Synchronises.
+
+    Raises:
+        ValueError: names the first offending slot.
+    """
+    live = (source >= 0) & (destination >= 0)
+    read, write = source[live].long(), destination[live].long()
+    for name, slots in (("source", read), ("destination", write)):
+        _check_below(name, slots, cursors.num_slots)
+    check_distinct("destination", write)
+    if (both := write[torch.isin(write, read)]).numel():
+        raise ValueError(
+            f"destination: expected slots that are no source, got {int(both[0])}; flush folds a slot in place"
+        )
+    _check_cursors(cursors, read)
+    if num_records is not None:
+        records, pending = num_records[live], cursors.num_committed[read]
+        bad = (records < 0) | (records > pending)
+        if bool(bad.any()):
+            raise ValueError(
+                f"num_records: expected 0 to num_committed = {int(pending[bad][0])} of slot {int(read[bad][0])}, "
+                f"got {int(records[bad][0])}"
             )
 
 
@@ -243,14 +294,71 @@ def check_own_memory(name: str, tensor: Tensor) -> None:
         extent = stride * (size - 1) + extent
 
 
-def check_pools(cursors: Cursors, pools: Sequence[Pool]) -> None:
-    """Refuse pools that do not have the cursors' slots on the cursors' device."""
+def check_pools(cursors: Cursors, pools: Iterable[Pool]) -> tuple[Pool, ...]:
+    """Refuse pools that do not have the cursors' slots, window and ring rows on the cursors' device; returns them."""
+    from replayssm.pool import Pool
+
+    if not isinstance(pools, Iterable):
+        raise TypeError(f"pools: expected the pools of the model, got {type(pools).__name__}; pass [pool]")
+    pools = tuple(pools)
     for i, pool in enumerate(pools):
+        if not isinstance(pool, Pool):
+            raise TypeError(f"pools[{i}]: expected a Pool, got {type(pool).__name__}")
         if pool.num_slots != cursors.num_slots or pool.device != cursors.device:
             raise ValueError(
                 f"pools[{i}]: expected {cursors.num_slots} slots on {cursors.device} as the cursors, "
                 f"got {pool.num_slots} on {pool.device}; make both with one number of slots"
             )
+        for name in ("window", "max_draft", "ring_capacity"):
+            if (ours := getattr(pool.replay, name)) != (theirs := getattr(cursors.replay, name)):
+                raise ValueError(
+                    f"pools[{i}]: expected {name} {theirs} as the cursors', got {ours}; make both with one ReplaySpec"
+                )
+    return pools
+
+
+def check_model(
+    cursors: Cursors, pools: Iterable[Pool], A: object
+) -> tuple[tuple[Pool, ...], tuple[Tensor | None, ...]]:
+    """Refuse pools that are not all layers of one model, each once, and an `A` that is not theirs; returns both.
+
+    Raises:
+        TypeError, ValueError: as `check_pools`; no pool, or one twice; `A` is missing, superfluous, or not one packed
+            [HV] float32 tensor a Mamba-2 pool.
+    """
+    pools = check_pools(cursors, pools)
+    seen: dict[int, int] = {}
+    if not pools:
+        raise ValueError("pools: expected every pool of the model, got none; their records would be lost")
+    for i, pool in enumerate(pools):
+        first = seen.setdefault(pool.checkpoint.data_ptr(), i)
+        if first != i:
+            raise ValueError(f"pools[{i}]: expected each layer once, got the checkpoint of pools[{first}] again")
+    return pools, _check_rates(pools, A)
+
+
+def _check_rates(pools: tuple[Pool, ...], A: object) -> tuple[Tensor | None, ...]:
+    needed = [pool.layer.recurrence == "mamba2" for pool in pools]
+    expected = "A: expected a sequence of one [HV] float32 tensor a Mamba-2 pool, whose records hold dt"
+    if not any(needed):
+        if A is not None:
+            raise ValueError(
+                f"A: expected None, as {pools[0].layer.recurrence} records hold log-decays, got {type(A).__name__}; "
+                "leave it out"
+            )
+        return (None,) * len(pools)
+    if A is None or isinstance(A, Tensor | str) or not isinstance(A, Iterable):
+        remedy = "pass [A]" if isinstance(A, Tensor) else "pass the A of each layer's inputs"
+        raise TypeError(f"{expected}, got {type(A).__name__}; {remedy}")
+    rates = tuple(A)
+    if len(rates) != len(pools):
+        raise ValueError(f"{expected}, got {len(rates)} for {len(pools)} pools; give one for each, in their order")
+    for i, (pool, rate) in enumerate(zip(pools, rates, strict=True)):
+        if needed[i]:
+            check_tensor(f"A[{i}]", rate, (pool.layer.num_v_heads,), (torch.float32,), pool.device, contiguous_from=0)
+        elif rate is not None:
+            raise ValueError(f"A[{i}]: expected None for a {pool.layer.recurrence} pool, got {type(rate).__name__}")
+    return rates
 
 
 def check_alignment(name: str, tensor: Tensor, packed_from: int) -> None:

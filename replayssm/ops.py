@@ -1,7 +1,9 @@
-"""The verbs: `step` once a layer, `commit` once a model step, `reset` and `copy_slots` when requests come and go.
+"""The verbs: `step` once a layer, `commit` once a model step, the others when requests come, go, move or are kept.
 
-Nothing here waits for the device, and nothing is allocated when `out` is given, so that a CUDA graph can capture
-`step` and `commit` once their kernels are loaded: call each once before, with as many rows.
+`reset` makes slots ready and `copy_slots` copies them as they are; `flush` and `materialize` fold records, in place and
+into other slots. docs/protocol.md says which an engine calls when. Nothing here waits for the device, and nothing is
+allocated when `out` is given, so that a CUDA graph can capture `step` and `commit` once their kernels are loaded: call
+each once before, with as many rows.
 """
 
 from __future__ import annotations
@@ -42,8 +44,7 @@ def step(
     Args:
         pool: the layer's memory; written in the slots of live rows only.
         cursors: the model's cursors, with the pool's number of slots; read.
-        inputs: `Mamba2Inputs`, `GdnInputs` or `KdaInputs` of T tokens a row, 1 to `max_draft`. CUDA kernels exist for
-            every layer with T = 1, for Mamba-2 and Gated DeltaNet with T of 2 to 16 too.
+        inputs: `Mamba2Inputs`, `GdnInputs` or `KdaInputs` of T tokens a row, 1 to `max_draft`.
         cache_indices: [rows] int32 or int64, the slot of each row. Rows of `pad_slot_id` or of a negative slot are
             padding: their output is zero, whatever their inputs hold, and nothing else is written.
         out: [rows, T, HV, V] activation dtype, heads packed; written. Allocated when None.
@@ -120,10 +121,10 @@ def reset(cursors: Cursors, slots: Tensor, *, pools: Iterable[Pool] = ()) -> Non
             pending never reach an output.
 
     Raises:
-        TypeError, ValueError: `slots` is not an integer vector on the cursors' device, or a pool has other slots.
+        TypeError, ValueError: `slots` is not an integer vector on the cursors' device, or a pool has other slots or
+            another window or ring than the cursors.
     """
-    index, pools = checks.check_slots("slots", slots, cursors), tuple(pools)
-    checks.check_pools(cursors, pools)
+    index, pools = checks.check_slots("slots", slots, cursors), checks.check_pools(cursors, pools)
     cursors.ring_start.index_fill_(0, index, 0)
     cursors.num_committed.index_fill_(0, index, 0)
     for pool in pools:
@@ -131,25 +132,110 @@ def reset(cursors: Cursors, slots: Tensor, *, pools: Iterable[Pool] = ()) -> Non
 
 
 def copy_slots(cursors: Cursors, source: Tensor, destination: Tensor, *, pools: Iterable[Pool]) -> None:
-    """Copy slots with their pending records: checkpoint, rings and cursors.
+    """Copy slots with their pending records: checkpoint, rings and cursors. `materialize` copies the state alone.
 
     Args:
         cursors: written at `destination`.
         source, destination: [n] int64 or int32 of valid slots; a negative one is no padding here. Caller must keep
-            `destination` distinct. `REPLAYSSM_DEBUG=1` checks the range.
+            `destination` distinct; the two may overlap. `REPLAYSSM_DEBUG=1` checks the range and that.
         pools: every pool of the model.
 
     Raises:
         TypeError, ValueError: the slots are not two integer vectors of one length on the cursors' device, or a pool has
-            other slots.
+            other slots or another window or ring than the cursors.
     """
     read, write = checks.check_slots("source", source, cursors), checks.check_slots("destination", destination, cursors)
     if read.shape != write.shape:
         raise ValueError(f"destination: expected {tuple(read.shape)} as source, got {tuple(write.shape)}")
-    pools = tuple(pools)
-    checks.check_pools(cursors, pools)
+    pools = checks.check_pools(cursors, pools)
+    if checks.DEBUG:
+        checks.check_distinct("destination", write)
     for tensor in (cursors.ring_start, cursors.num_committed, *(t for pool in pools for t in pool.tensors)):
         tensor.index_copy_(0, write, tensor.index_select(0, read))
+
+
+def flush(cursors: Cursors, slots: Tensor, *, pools: Iterable[Pool], A: Iterable[Tensor | None] | None = None) -> None:
+    """Fold all committed records of some slots into their checkpoints now, in every layer.
+
+    The checkpoints get the bits that a forced fold in `step` would write. The cursors move past the records, and no
+    ring row is touched. A slot without records keeps its checkpoint bit for bit.
+
+    Args:
+        cursors: read, and written at `slots`.
+        slots: [n] int32 or int64; a negative one is padding and left alone. Caller must keep the others distinct and
+            within the pools, and their cursors in range; `REPLAYSSM_DEBUG=1` checks that.
+        pools: every pool of the model, each once; checkpoints are written at `slots`.
+        A: for Mamba-2, whose records hold dt, a sequence with the [HV] float32 tensor of each pool's inputs; else None.
+
+    Raises:
+        TypeError, ValueError: an argument has another type, shape, dtype, device or length than described, or a pool
+            has other slots or another window or ring than the cursors.
+        NotImplementedError: CUDA tensors.
+    """
+    checks.check_flush(cursors, slots)
+    pools, rates = checks.check_model(cursors, pools, A)
+    if checks.DEBUG:
+        checks.check_rows(cursors, slots, -1, "slots")
+    if cursors.device.type == "cuda":
+        _cuda_materialize(cursors, slots, None, None, pools, rates)
+    else:
+        twin.flush(cursors, slots, pools=pools, A=rates)
+
+
+def materialize(
+    cursors: Cursors,
+    source: Tensor,
+    destination: Tensor,
+    num_records: Tensor | None,
+    *,
+    pools: Iterable[Pool],
+    A: Iterable[Tensor | None] | None = None,
+) -> None:
+    """Write the state after the first `num_records` committed records of some slots as the checkpoints of others.
+
+    Every layer at once. The sources stay as they are: checkpoint, ring and cursors. The destinations have no pending
+    records then; what their rings held never reaches an output.
+
+    Args:
+        cursors: read at `source`; written at `destination`, as empty (`ring_start` 0, `num_committed` 0).
+        source, destination: [n] int32 or int64, both the same. Rows in which either is negative are padding and left
+            alone. A source may have several rows. Caller must keep slots within the pools, destinations distinct and
+            none of them a source (`flush` folds in place), and the cursors of sources in range; `REPLAYSSM_DEBUG=1`
+            checks that.
+        num_records: [n] int32, 0 to `num_committed` of the source; None takes all. With 0 the checkpoint is copied bit
+            for bit. Not read in padding rows. Caller must keep the range; `REPLAYSSM_DEBUG=1` checks it.
+        pools: every pool of the model, each once; checkpoints are written at `destination`.
+        A: for Mamba-2, whose records hold dt, a sequence with the [HV] float32 tensor of each pool's inputs; else None.
+
+    Raises:
+        TypeError, ValueError: an argument has another type, shape, dtype, device or length than described, or a pool
+            has other slots or another window or ring than the cursors.
+        NotImplementedError: CUDA tensors.
+    """
+    checks.check_materialize(cursors, source, destination, num_records)
+    pools, rates = checks.check_model(cursors, pools, A)
+    if checks.DEBUG:
+        checks.check_moves(cursors, source, destination, num_records)
+    if cursors.device.type == "cuda":
+        _cuda_materialize(cursors, source, destination, num_records, pools, rates)
+    else:
+        twin.materialize(cursors, source, destination, num_records, pools=pools, A=rates)
+
+
+def _cuda_materialize(
+    cursors: Cursors,
+    source: Tensor,
+    destination: Tensor | None,
+    num_records: Tensor | None,
+    pools: tuple[Pool, ...],
+    A: tuple[Tensor | None, ...],
+) -> None:
+    """Where the kernel goes: arguments are checked, `destination` None folds in place and `num_records` None folds all
+    that is committed. It writes checkpoints and cursors."""
+    raise NotImplementedError(
+        f"cursors: flush and materialize run on CPU tensors so far, got {cursors.device}; "
+        "a step with force_fold folds in place, or move the tensors to the CPU"
+    )
 
 
 def warmup(

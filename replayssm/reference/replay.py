@@ -16,6 +16,8 @@ in the compute dtype; they are rounded where they are stored and later steps see
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -126,6 +128,66 @@ def commit(
     accepted = num_draft if num_accepted is None else num_accepted[rows].to(count.dtype)
     cursors.ring_start[slots] = (start + folded) % cursors.replay.ring_capacity
     cursors.num_committed[slots] = count - folded + accepted
+
+
+def flush(
+    cursors: Cursors,
+    slots: Tensor,
+    *,
+    pools: Sequence[Pool],
+    A: Sequence[Tensor | None],
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Fold all committed records of some slots in place, and move the cursors past them.
+
+    Args:
+        cursors: read, and written at `slots`.
+        slots: [n] integers; negative ones are padding.
+        pools, A: of every layer; checkpoints are written.
+        dtype: compute dtype; float32 when None.
+    """
+    _, slots = live_rows(slots, -1)
+    count = cursors.num_committed[slots]
+    for pool, rate in zip(pools, A, strict=True):
+        _store(pool, cursors, slots, slots, count.long(), rate, dtype or torch.float32)
+    cursors.ring_start[slots] = (cursors.ring_start[slots] + count) % cursors.replay.ring_capacity
+    cursors.num_committed[slots] = 0
+
+
+def materialize(
+    cursors: Cursors,
+    source: Tensor,
+    destination: Tensor,
+    num_records: Tensor | None,
+    *,
+    pools: Sequence[Pool],
+    A: Sequence[Tensor | None],
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write the state after the first `num_records` records of source slots as the checkpoint of other slots.
+
+    Args:
+        cursors: read at `source`; written at `destination`, as empty.
+        source, destination: [n] integers; rows with a negative one are padding.
+        num_records: [n] integers, 0 to `num_committed` of the source; all when None. Padding rows are not read.
+        pools, A: of every layer; checkpoints are written.
+        dtype: compute dtype; float32 when None.
+    """
+    live = (source >= 0) & (destination >= 0)
+    read, write = source[live].long(), destination[live].long()
+    count = cursors.num_committed[read] if num_records is None else num_records[live]
+    for pool, rate in zip(pools, A, strict=True):
+        _store(pool, cursors, read, write, count.long(), rate, dtype or torch.float32)
+    cursors.ring_start[write] = 0
+    cursors.num_committed[write] = 0
+
+
+def _store(
+    pool: Pool, cursors: Cursors, read: Tensor, write: Tensor, count: Tensor, A: Tensor | None, dtype: torch.dtype
+) -> None:
+    """`fold` rounded into the checkpoints of `write`; without records it is a copy of bits, of -0 and NaN too."""
+    state = fold(pool, cursors, read, count, A=A, dtype=dtype).to(pool.checkpoint.dtype)
+    pool.checkpoint[write] = state.where((count > 0)[:, None, None, None], pool.checkpoint[read])
 
 
 def live_rows(cache_indices: Tensor, pad_slot_id: int) -> tuple[Tensor, Tensor]:

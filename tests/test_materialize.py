@@ -1,0 +1,456 @@
+"""`materialize` and `flush` write the state that records stand for, to the slots they are given, and nothing else.
+
+What is right is the recurrence over the very records in float64, one after the other; what it errs in float32, rounded
+to the dtype of the checkpoint, is the measure (`helpers.tolerance`). Each recurrence runs as a model of three layers
+that share cursors, the second with other heads and in head-major order: every layer must get its own state. The window
+is 5 in a ring of 8, so that every ring start with every number of records and every prefix of them is 168 rows. All
+that is not pending is NaN from the start. Copies, padding and what must not be written are compared byte for byte.
+Every comparison has a case that must fail. Neither verb has a kernel yet, so all of this runs on the CPU: `DEVICES`
+says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import replayssm
+from replayssm import Cursors, Pool
+from replayssm.reference import recurrence
+from replayssm.spec import RECURRENCES, Recurrence
+from tests.helpers.cases import Case
+from tests.helpers.draw import make_inputs, random_pool, tensors_of
+from tests.helpers.oracle import F32, F64, NAMES, copy_cursors
+from tests.helpers.tolerance import excess, same_bytes
+
+DEVICES = ["cpu"]
+BF16, F16 = torch.bfloat16, torch.float16
+WINDOW, CAPACITY = 5, 8
+# The dtypes of activations (and so of records) and of the checkpoint.
+PRECISIONS = [(F32, F32), (BF16, F32), (F32, BF16), (F16, F16), (BF16, BF16)]
+POISONS = [float("nan"), float("inf"), -float("inf"), 1e38]
+
+pytestmark = pytest.mark.parametrize("device", DEVICES, indirect=True)
+each_kind = pytest.mark.parametrize("kind", RECURRENCES)
+
+
+def case_of(kind: Recurrence, activation: torch.dtype = F32, checkpoint: torch.dtype = F32) -> Case:
+    return Case(kind, 4, 2, 8, 16, window=WINDOW, activation=activation, checkpoint=checkpoint)
+
+
+@dataclass
+class Model:
+    """Layers that share cursors."""
+
+    cases: list[Case]
+    cursors: Cursors
+    pools: list[Pool]
+    A: list[Tensor] | None
+
+    def clone(self) -> Model:
+        """The same in memory of its own."""
+        pools = [Pool(p.layer, p.replay, *(torch.clone(t) for t in p.tensors)) for p in self.pools]
+        return replace(self, cursors=copy_cursors(self.cursors), pools=pools)
+
+    def flush(self, slots: Tensor) -> None:
+        replayssm.flush(self.cursors, slots, pools=self.pools, A=self.A)
+
+    def materialize(self, source: Tensor, destination: Tensor, num_records: Tensor | None) -> None:
+        replayssm.materialize(self.cursors, source, destination, num_records, pools=self.pools, A=self.A)
+
+    def decode(self, slots: Tensor, seed: int, force: bool = False) -> Tensor:
+        """One token of these slots in every layer; the outputs of all layers."""
+        generator, outs = torch.Generator().manual_seed(seed), []
+        for i, pool in enumerate(self.pools):
+            inputs = make_inputs(self.cases[i], len(slots), generator)
+            inputs = inputs._replace(**{name: t.to(slots.device) for name, t in tensors_of(inputs).items()})
+            inputs = inputs if self.A is None else inputs._replace(A=self.A[i])
+            mask = torch.full_like(slots, force, dtype=torch.bool)
+            outs.append(replayssm.step(pool, self.cursors, inputs, cache_indices=slots, force_fold=mask).flatten())
+        replayssm.commit(self.cursors, cache_indices=slots, force_fold=mask)
+        return torch.cat(outs)
+
+    def memory(self) -> list[Tensor]:
+        return [*(t for pool in self.pools for t in pool.tensors), self.cursors.ring_start, self.cursors.num_committed]
+
+    def same_as(self, other: Model) -> bool:
+        return all(same_bytes(a, b) for a, b in zip(self.memory(), other.memory(), strict=True))
+
+
+def model_of(
+    case: Case, device: torch.device, counts: list[int], *, free: int, starts: list[int] | None = None
+) -> Model:
+    """Slots with so many pending records each, then `free` slots of NaN with senseless cursors."""
+    generator = torch.Generator().manual_seed(len(counts))
+    start = torch.tensor(starts or [7 * i % CAPACITY for i in range(len(counts))], dtype=torch.int32)
+    nowhere = torch.full((free,), torch.iinfo(torch.int32).min, dtype=torch.int32)
+    start, count = torch.cat([start, nowhere]), torch.cat([torch.tensor(counts, dtype=torch.int32), nowhere])
+    cases, pools = [case, replace(case, HV=3, HK=1), case], []
+    replay_spec = replace(case.replay, ring_capacity=CAPACITY)
+    for i, one in enumerate(cases):
+        layout: Any = "head_major" if i == 1 else "record_major"
+        pool = random_pool(one.layer, replay_spec, start, count, generator, layout)
+        pools.append(Pool(one.layer, replay_spec, *(t.to(device) for t in pool.tensors)))
+    A = [-torch.logspace(-1.5 - i, 0.6, one.HV, device=device) for i, one in enumerate(cases)]
+    cursors = Cursors(replay_spec, start.to(device), count.to(device))
+    return Model(cases, cursors, pools, A if case.recurrence == "mamba2" else None)
+
+
+def one_by_one(model: Model, layer: int, slots: Tensor, count: Tensor, dtype: torch.dtype) -> Tensor:
+    """The states after the first `count` records of each slot, record after record."""
+    pool = model.pools[layer]
+    state = pool.checkpoint[slots].to(dtype)
+    for j in range(WINDOW):
+        place = (model.cursors.ring_start[slots].long() + j) % CAPACITY
+        value, key, decay = (t[slots, :, place].to(dtype) for t in pool.tensors[1:])
+        if model.A is not None:
+            value, decay = decay[..., None] * value, decay * model.A[layer].to(dtype)
+        decay = decay if decay.dim() == 3 else decay[..., None]
+        key = key.repeat_interleave(pool.layer.heads_per_group, dim=1)
+        after = state * torch.exp(decay)[:, :, None] + value[..., None] * key[:, :, None]
+        state = after.where((j < count)[:, None, None, None], state)
+    return state
+
+
+def excesses(model: Model, given: Model, source: Tensor, destination: Tensor, count: Tensor) -> list[str]:
+    """What is wrong with the checkpoints at `destination`, which the records of `given` determine."""
+    findings = []
+    for i, pool in enumerate(model.pools):
+        exact, torchs = (one_by_one(given, i, source, count, dtype) for dtype in (F64, F32))
+        got = pool.checkpoint[destination]
+        findings += excess(f"layer {i}", got, torchs.to(got.dtype), exact, keep=(0, 1))
+    return findings
+
+
+def untouched(model: Model, given: Model, destination: Tensor) -> list[str]:
+    """What beside the checkpoints at `destination` and cursors that became empty there was written."""
+    want = given.clone()
+    want.cursors.ring_start[destination] = 0
+    want.cursors.num_committed[destination] = 0
+    for ours, theirs in zip(model.pools, want.pools, strict=True):
+        theirs.checkpoint[destination] = ours.checkpoint[destination]
+    return [
+        f"tensor {i}"
+        for i, (a, b) in enumerate(zip(model.memory(), want.memory(), strict=True))
+        if not same_bytes(a, b)
+    ]
+
+
+def every_prefix(case: Case, device: torch.device) -> tuple[Model, Tensor, Tensor, Tensor]:
+    """A source for every ring start and number of records, a row for each of its prefixes, and a free slot a row."""
+    pairs = [(start, count) for start in range(CAPACITY) for count in range(WINDOW + 1)]
+    rows = [(slot, prefix) for slot, (_, count) in enumerate(pairs) for prefix in range(count + 1)]
+    starts, counts = (list(column) for column in zip(*pairs, strict=True))
+    model = model_of(case, device, counts, free=len(rows) + 1, starts=starts)
+    source, records = (torch.tensor(column, device=device) for column in zip(*rows, strict=True))
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(1)).to(device)
+    return model, source, len(pairs) + order, records.int()
+
+
+# The state after a prefix.
+
+
+@each_kind
+@pytest.mark.parametrize(("activation", "checkpoint"), PRECISIONS, ids=str)
+def test_every_prefix_from_every_ring_row(
+    kind: Recurrence, activation: torch.dtype, checkpoint: torch.dtype, device: torch.device
+) -> None:
+    """All layers at once, several rows of one source at once; sources and all that is not a destination stay."""
+    model, source, destination, records = every_prefix(case_of(kind, activation, checkpoint), device)
+    given = model.clone()
+    model.materialize(source, destination, records)
+    assert excesses(model, given, source, destination, records) == []
+    assert untouched(model, given, destination) == []
+
+
+def ask_for_less(model: Model, records: Tensor) -> None:
+    records[int(records.argmax())] -= 1
+
+
+def mix_up_rates(model: Model, records: Tensor) -> None:
+    assert model.A is not None
+    model.A = [model.A[0], model.A[1], model.A[0]]
+
+
+BEFORE: dict[str, Callable[[Model, Tensor], object]] = {
+    "one record less": ask_for_less,
+    "the rates of another layer": mix_up_rates,
+    "a lost record": lambda m, r: m.pools[1].key[:, :, 0].zero_(),
+}
+AFTER: dict[str, Callable[[Model, Tensor], object]] = {
+    "a state that is a little off": lambda m, d: m.pools[2].checkpoint[d[-1]].mul_(1.00001),
+    "the state of another layer": lambda m, d: m.pools[2].checkpoint.copy_(m.pools[0].checkpoint),
+    "a state in 16 bits": lambda m, d: m.pools[1].checkpoint.copy_(m.pools[1].checkpoint.bfloat16()),
+    "a number that is not finite": lambda m, d: m.pools[0].checkpoint[d[0], 0, 0, 0].fill_(float("nan")),
+    "a row that was left out": lambda m, d: m.pools[0].checkpoint[d[5]].copy_(m.pools[0].checkpoint[d[6]]),
+}
+SEEN = [
+    (kind, fault) for kind in RECURRENCES for fault in (*BEFORE, *AFTER) if kind == "mamba2" or "rates" not in fault
+]
+
+
+@pytest.mark.parametrize(("kind", "fault"), SEEN)
+def test_the_comparison_sees(kind: Recurrence, fault: str, device: torch.device) -> None:
+    model, source, destination, records = every_prefix(case_of(kind), device)
+    given, asked = model.clone(), records.clone()
+    BEFORE.get(fault, lambda m, r: None)(model, asked)
+    model.materialize(source, destination, asked)
+    AFTER.get(fault, lambda m, d: None)(model, destination)
+    assert excesses(model, given, source, destination, records) != []
+
+
+STRAY: dict[str, Callable[[Model], object]] = {
+    "a source's state": lambda m: m.pools[0].checkpoint[1].mul_(1.0001),
+    "a source's cursor": lambda m: m.cursors.ring_start[1].add_(1),
+    "a ring row of a destination": lambda m: m.pools[2].key[-2, 0, 3].fill_(0.0),
+    "a slot without a row": lambda m: m.pools[1].checkpoint[-1].fill_(0.0),
+}
+
+
+@pytest.mark.parametrize("stray", STRAY)
+def test_a_stray_write_is_seen(stray: str, device: torch.device) -> None:
+    model, source, destination, records = every_prefix(case_of("gdn"), device)
+    given = model.clone()
+    model.materialize(source, destination, records)
+    STRAY[stray](model)
+    assert untouched(model, given, destination) != []
+
+
+@each_kind
+def test_a_16_bit_state_that_is_rounded_twice_is_seen(kind: Recurrence, device: torch.device) -> None:
+    """Truncation errs twice as much as rounding."""
+    model, source, destination, records = every_prefix(case_of(kind, checkpoint=BF16), device)
+    for pool in model.pools:
+        state = one_by_one(model, model.pools.index(pool), source, records, F32)
+        pool.checkpoint[destination] = (state.view(torch.int32) & -65536).view(F32).to(BF16)
+    assert excesses(model, model, source, destination, records) != []
+
+
+@each_kind
+@pytest.mark.parametrize("checkpoint", [F32, BF16, F16], ids=str)
+def test_a_prefix_of_decoded_tokens_is_the_recurrence(
+    kind: Recurrence, checkpoint: torch.dtype, device: torch.device
+) -> None:
+    """From tokens, not from records: the layer decodes a window, and each prefix of it is materialised."""
+    case = replace(case_of(kind, F32, checkpoint), HV=3, HK=1, T=1)
+    replay_spec, rows, generator = case.replay, 7, torch.Generator().manual_seed(3)
+    pool = replayssm.make_pool(case.layer, replay_spec, rows * (WINDOW + 2), device=device)
+    cursors = replayssm.make_cursors(replay_spec, pool.num_slots, device=device)
+    pool.checkpoint.copy_(torch.randn(pool.checkpoint.shape, generator=generator))
+    slots = torch.arange(rows, device=device)
+    states = {dtype: [pool.checkpoint[slots].to(dtype)] for dtype in (F64, F32)}
+    for _ in range(WINDOW):
+        inputs = make_inputs(case, rows, generator)
+        inputs = inputs._replace(**{name: t.to(device) for name, t in tensors_of(inputs).items()})
+        replayssm.step(pool, cursors, inputs, cache_indices=slots)
+        replayssm.commit(cursors, cache_indices=slots)
+        for dtype, run in states.items():
+            run.append(recurrence.run(inputs, run[-1], dtype)[1])
+    A = [inputs.A] if kind == "mamba2" else None
+    source, wanted = slots.repeat(WINDOW + 1), torch.arange(WINDOW + 1, device=device).repeat_interleave(rows)
+    destination = rows + torch.arange(len(source), device=device)
+    replayssm.materialize(cursors, source, destination, wanted.int(), pools=[pool], A=A)
+    got, exact, plain = pool.checkpoint[destination], torch.cat(states[F64]), torch.cat(states[F32])
+    assert excess("state", got, plain.to(checkpoint), exact, keep=(0, 1)) == []
+    late = got.roll(rows, 0)  # teeth: the prefix that is one shorter
+    assert excess("state", late[rows:], plain[rows:].to(checkpoint), exact[rows:], keep=(0, 1)) != []
+
+
+@each_kind
+def test_no_number_of_records_means_all(kind: Recurrence, device: torch.device) -> None:
+    told, untold = (model_of(case_of(kind), device, [0, 3, 5, 1], free=4) for _ in range(2))
+    source, destination = torch.arange(4, device=device), torch.tensor([6, 4, 7, 5], device=device)
+    told.materialize(source, destination, told.cursors.num_committed[source])
+    untold.materialize(source, destination, None)
+    assert told.same_as(untold)
+    told.materialize(source, destination, told.cursors.num_committed[source].clamp(max=3))
+    assert not told.same_as(untold)
+
+
+@each_kind
+@pytest.mark.parametrize("checkpoint", [F32, BF16, F16], ids=str)
+def test_no_records_copy_every_bit(kind: Recurrence, checkpoint: torch.dtype, device: torch.device) -> None:
+    """-0 and the payload of a NaN too, which no sum with 0 keeps; in `flush` of a slot without records as well."""
+    model = model_of(case_of(kind, BF16, checkpoint), device, [4, 0], free=2)
+    odd = [-32768, -1, 0x7F81] if checkpoint is not F32 else [-(2**31), -1, 0x7F800001]
+    for pool in model.pools:
+        bits = pool.checkpoint.view(torch.int32 if checkpoint is F32 else torch.int16)
+        bits[:2, :, 0, :3] = torch.tensor(odd, dtype=bits.dtype, device=device)
+    given = model.clone()
+    source, destination = torch.tensor([0, 1], device=device), torch.tensor([3, 2], device=device)
+    model.materialize(source, destination, torch.zeros(2, dtype=torch.int32, device=device))
+    assert all(same_bytes(pool.checkpoint[destination], pool.checkpoint[source]) for pool in model.pools)
+    assert untouched(model, given, destination) == []
+    before = model.clone()
+    model.flush(source[1:])
+    assert model.same_as(before)
+    model.flush(source[:1])
+    assert not model.same_as(before)
+
+
+# What must not matter.
+
+
+@each_kind
+@pytest.mark.parametrize("poison", POISONS)
+def test_what_lies_beyond_the_prefix_has_no_effect(kind: Recurrence, poison: float, device: torch.device) -> None:
+    """Committed records behind the prefix are skipped, not multiplied by 0."""
+    clean = model_of(case_of(kind), device, [5, 4, 3, 5], free=4)
+    source, destination = torch.arange(4, device=device), torch.arange(4, 8, device=device)
+    records = torch.tensor([0, 2, 3, 4], dtype=torch.int32, device=device)
+    dirty = clean.clone()
+    rows = torch.arange(CAPACITY, device=device)
+    beyond = ((rows - clean.cursors.ring_start[source, None]) % CAPACITY >= records[:, None])[:, None]
+    for pool in dirty.pools:
+        for ring in pool.tensors[1:]:
+            mask = beyond if ring.dim() == 3 else beyond[..., None]
+            ring[source] = ring[source].masked_fill(mask, poison)
+    clean.materialize(source, destination, records)
+    dirty.materialize(source, destination, records)
+    for ours, theirs in zip(clean.pools, dirty.pools, strict=True):
+        assert bool(torch.isfinite(ours.checkpoint[destination]).all())
+        assert same_bytes(ours.checkpoint[destination], theirs.checkpoint[destination])
+    dirty.materialize(source, destination, records + (records < 5).int() * (records > 1).int())  # teeth
+    assert not same_bytes(clean.pools[0].checkpoint[destination[3]], dirty.pools[0].checkpoint[destination[3]])
+
+
+@each_kind
+def test_padding_rows_and_index_dtypes(kind: Recurrence, device: torch.device) -> None:
+    """Rows with a negative source or destination write nothing and their `num_records` are not read."""
+    given = model_of(case_of(kind), device, [5, 4, 0], free=3)
+    plain, padded, flushed, padded_flush = (given.clone() for _ in range(4))
+    source, destination = (torch.tensor(one, device=device) for one in ([1, 0], [5, 3]))
+    plain.materialize(source, destination, torch.tensor([2, 5], dtype=torch.int32, device=device))
+    padded.materialize(
+        torch.tensor([-1, 1, 2, 0, -7], dtype=torch.int32, device=device),
+        torch.tensor([4, 5, -1, 3, -1], dtype=torch.int32, device=device),
+        torch.tensor([-9, 2, 99, 5, 2**31 - 1], dtype=torch.int32, device=device),
+    )
+    assert plain.same_as(padded)
+    assert not plain.same_as(given)
+    flushed.flush(torch.tensor([1, 0], device=device))
+    padded_flush.flush(torch.tensor([-1, 0, -7, 1], dtype=torch.int32, device=device))
+    assert flushed.same_as(padded_flush)
+    assert not flushed.same_as(given)
+    nothing = given.clone()
+    for empty in (torch.tensor([-1, -1], device=device), source[:0]):
+        nothing.flush(empty)
+        nothing.materialize(empty, empty, None)
+        nothing.materialize(empty, empty, torch.zeros_like(empty, dtype=torch.int32))
+    assert nothing.same_as(given)
+
+
+# Flush.
+
+
+@each_kind
+@pytest.mark.parametrize(("activation", "checkpoint"), PRECISIONS, ids=str)
+def test_a_flush_is_a_forced_fold(
+    kind: Recurrence, activation: torch.dtype, checkpoint: torch.dtype, device: torch.device
+) -> None:
+    """Bit for bit in the checkpoints; with a float32 checkpoint, which rounds nothing that the forced step still had,
+    in all memory and outputs of that step and of later ones."""
+    given = model_of(case_of(kind, activation, checkpoint), device, [5, 0, 1, 3, 4], free=2)
+    slots = torch.tensor([3, 0, 1, 4], device=device)
+    flushed, forced = given.clone(), given.clone()
+    flushed.flush(slots)
+    want = given.clone()
+    want.cursors.ring_start[slots] = (given.cursors.ring_start + given.cursors.num_committed)[slots] % CAPACITY
+    want.cursors.num_committed[slots] = 0
+    outs = [forced.decode(slots, seed=1, force=True)]
+    for pool, theirs in zip(want.pools, forced.pools, strict=True):
+        pool.checkpoint[slots] = theirs.checkpoint[slots]
+    assert flushed.same_as(want)  # cursors that moved, no ring row touched, no other slot
+    flushed.flush(slots)
+    assert flushed.same_as(want)
+    got = [flushed.decode(slots, seed=1)]
+    if checkpoint is F32:
+        for seed in range(2, 9):
+            outs.append(forced.decode(slots, seed=seed))
+            got.append(flushed.decode(slots, seed=seed))
+        assert all(same_bytes(a, b) for a, b in zip(got, outs, strict=True))
+        assert flushed.same_as(forced)
+        sums = one_by_one(given, 0, slots, given.cursors.num_committed[slots], F32)
+        assert not same_bytes(want.pools[0].checkpoint[slots], sums)  # teeth: bits tell another order of sums apart
+
+
+@each_kind
+def test_a_flush_folds_what_the_records_say(kind: Recurrence, device: torch.device) -> None:
+    model, *_ = every_prefix(case_of(kind), device)
+    given = model.clone()
+    slots = torch.arange(CAPACITY * (WINDOW + 1), device=device)
+    count = given.cursors.num_committed[slots]
+    model.flush(slots)
+    assert excesses(model, given, slots, slots, count) == []
+    assert excesses(model, given, slots, slots, (count - 1).clamp(min=0)) != []
+
+
+# Slots come, go and move.
+
+
+@each_kind
+def test_a_materialised_slot_decodes_as_a_folded_copy(kind: Recurrence, device: torch.device) -> None:
+    """A destination was garbage; its own rings stay so and must not be read."""
+    moved = model_of(case_of(kind), device, [5, 2, 0], free=3)
+    copied = moved.clone()
+    source, destination = torch.arange(3, device=device), torch.tensor([4, 5, 3], device=device)
+    moved.materialize(source, destination, None)
+    replayssm.copy_slots(copied.cursors, source, destination, pools=copied.pools)
+    copied.flush(destination)
+    for seed in range(7):
+        out = moved.decode(destination, seed=seed)
+        assert bool(torch.isfinite(out).all())
+        assert same_bytes(out, copied.decode(destination, seed=seed))
+    stale = copied.clone()  # teeth: the sources are still what they were
+    stale.materialize(source, destination, None)
+    assert not same_bytes(stale.decode(destination, seed=8), copied.decode(destination, seed=8))
+
+
+@each_kind
+def test_a_boundary_inside_a_draft_is_kept_after_the_commit(kind: Recurrence, device: torch.device) -> None:
+    """A step folds before it appends, so every prefix within the tokens just accepted is still among the records."""
+    case = replace(case_of(kind), T=3, window=WINDOW)
+    model = model_of(case, device, [0, 1, 2, 3, 4, 5], free=6)
+    model.cases = [replace(one, T=3) for one in model.cases]
+    slots = torch.arange(6, device=device)
+    mask, accepted = torch.zeros_like(slots, dtype=torch.bool), torch.full_like(slots, 3, dtype=torch.int32)
+    given, generator = model.clone(), torch.Generator().manual_seed(5)
+    for i, pool in enumerate(model.pools):
+        inputs = make_inputs(model.cases[i], 6, generator)
+        inputs = inputs if model.A is None else inputs._replace(A=model.A[i])
+        replayssm.step(pool, model.cursors, inputs, cache_indices=slots, force_fold=mask)
+    replayssm.commit(model.cursors, cache_indices=slots, num_draft=3, num_accepted=accepted, force_fold=mask)
+    assert bool((model.cursors.num_committed[slots] >= 3).all())
+    assert bool((model.cursors.num_committed[slots] == 3).any())
+    before = model.cursors.num_committed[slots] - 3
+    model.materialize(slots, slots + 6, before)  # the boundary is where the step began
+    whole = given.cursors.num_committed[slots]
+    assert excesses(model, given, slots, slots + 6, whole) == []
+    model.materialize(slots, slots + 6, before + 1)
+    assert excesses(model, given, slots, slots + 6, whole) != []
+
+
+def test_layers_of_two_recurrences_share_a_call(device: torch.device) -> None:
+    """Mamba-2 layers have rates, the others none."""
+    models = [model_of(case_of(kind), device, [5, 2, 0], free=3) for kind in ("mamba2", "kda")]
+    apart, slots = [model.clone() for model in models], torch.arange(3, device=device)
+    pools, A = [one for pair in zip(*(m.pools for m in models), strict=True) for one in pair], models[0].A
+    assert A is not None
+    rates = [one for rate in A for one in (rate, None)]
+    replayssm.materialize(models[0].cursors, slots, slots + 3, None, pools=iter(pools), A=iter(rates))
+    replayssm.flush(models[0].cursors, slots, pools=iter(pools), A=iter(rates))
+    for model in apart:
+        model.materialize(slots, slots + 3, None)
+        model.flush(slots)
+    for model, other in zip(models, apart, strict=True):
+        assert all(
+            same_bytes(getattr(a, n), getattr(b, n))
+            for a, b in zip(model.pools, other.pools, strict=True)
+            for n in NAMES
+        )
+    assert models[0].same_as(apart[0])
