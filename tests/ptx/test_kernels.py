@@ -308,7 +308,7 @@ def of_all(kind: Recurrence) -> dict[str, Fault]:
 
 
 NORM, SUB = r"rsqrt\.approx\.f32\s+(%r\d+), %r\d+;", r"sub\.f32(\s+%r\d+, %r\d+, %r\d+;\s+mul\.f32)"
-ONE, ADD = r"mov.f32 \1, 0f3F800000;", r"add\.f32(\s+%r\d+, %r\d+), %r\d+;"
+ONE, SUM = r"mov.f32 \1, 0f3F800000;", r"add\.f32(\s+(%r\d+), %r\d+), %r\d+;"
 SCALAR, CHANNEL = r"@p st\.global\.b32 [^;]*;", r"@p st\.global\.b16 [^;]*;"  # stores, in order: see the names below
 OF_DELTA_RULE: dict[str, Fault] = {
     "a key appended by every warp": (swap(r"@p (st\.global\.v2\.b32)", r"\1"), "race: global"),
@@ -342,7 +342,9 @@ OF_ONE: dict[Recurrence, dict[str, Fault]] = {
         **OF_DELTA_RULE,
         "no barrier behind the staged decays": (swap(BARRIER, "", 2), UNORDERED),
         "a record that forgets a decay": (
-            swap(ADD + r"(\s+mul\.f32\s+%r\d+, %r\d+, 0f3FB8AA3B;)", r"add.f32\1, 0f00000000;\2", 2), "output"),
+            swap(SUM + r"(\s+(add\.s32 [^;]*;\s+)?mul\.f32\s+%r\d+, \2, 0f3FB8AA3B;)", r"add.f32\1, 0f00000000;\3"),
+            "output",
+        ),
         "a channel without its bias": (swap(r"@p ld\.global\.b32 [^;]*;", ""), "output|decay"),
     },
 }  # fmt: skip
