@@ -13,12 +13,11 @@ from cute_kernels.configs import SIZE_BYTES, THREADS, WARP, DraftShape, StepKey,
 from cute_kernels.primitives.arithmetic import exp2, select
 from cute_kernels.primitives.convert import unpack
 from cute_kernels.primitives.reduce import broadcast, prefix_sums
-from cute_kernels.records import LaneRecords, policy_of
+from cute_kernels.records import LaneDecays, LaneRecords, TileMemory, policy_of
 from cute_kernels.recurrences.base import Gate, Recurrence
 from cute_kernels.recurrences.kda import Kda
 from cute_kernels.replay.channels import ChannelRecords, own_channels
 from cute_kernels.replay.cursor import RowCursor
-from cute_kernels.replay.decay import decay_to_end
 from cute_kernels.replay.draft import QUAD, DraftDecays, Scores, StagedVectors, Vectors, load_block
 from cute_kernels.replay.window import Place, address, load_row_words, load_scalar_if
 
@@ -50,16 +49,14 @@ class Cta:
 
     Args:
         channels: of V, in each 16 rows of this warp.
-        state: shared address of the tile.
-        staging: of the decays by channel, then the scores, later of a fold's records.
+        memory: where the tile is; behind it the decays by channel, then the scores, later a fold's records.
     """
 
     tensors: StepTensors
     key: StepKey
     place: Place
     channels: list[Channels]
-    state: Int32
-    staging: Int32
+    memory: TileMemory
 
     @property
     def policy(self) -> Recurrence:
@@ -80,11 +77,11 @@ class Cta:
 
     @property
     def scores(self) -> Scores:
-        return Scores(self.staging + self.tile.channel_bytes, self.shape, self.place.lane)
+        return Scores(self.memory.staging + self.tile.channel_bytes, self.shape, self.place.lane)
 
     def vectors(self, words: list[list[Uint32]], decay_rows: list[Any]) -> Vectors:
         """Blocks of queries or keys that `load_block` loaded."""
-        return Vectors(self.tile, self.key.activation_dtype, words, decay_rows, self.staging, self.place.lane)
+        return Vectors(self.tile, self.key.activation_dtype, words, decay_rows, self.memory.staging, self.place.lane)
 
     def probes(self, loaded: list[list[list[Uint32]]]) -> Vectors:
         """What `load_probes` loaded; where channels decay by themselves, decayed since the window."""
@@ -284,19 +281,15 @@ class Draft:
     def of(cls, cta: Cta, early: DraftLoads, records: LaneRecords | ChannelRecords) -> Draft:
         policy, shape, lane = cta.policy, cta.shape, cta.place.lane
         gate = policy.gate(early.gate)
+        log2 = Float32(0.0)
         if isinstance(records, LaneRecords):
-            log2 = select(lane < shape.tokens, gate.rate * gate.record, Float32(0.0))
-            after, window = decay_to_end([gate.rate * r for r in records.words], lane, shape.window)
-            decays = DraftDecays(
-                log2=log2,
-                since_window=exp2(prefix_sums(log2, lane, shape.tokens)),
-                weights=[policy.weight(r) * f for r, f in zip(records.words, after, strict=True)],
-                window=window,
-                token_weight=policy.weight(gate.record),
-            )
-        else:
-            one = Float32(1.0)
-            decays = DraftDecays(Float32(0.0), one, [one] * -(-shape.window // WARP), one, one)
+            log2 = select(lane < shape.tokens, gate.rate * gate.record, log2)
+        decays = DraftDecays(
+            log2=log2,
+            since_window=exp2(prefix_sums(log2, lane, shape.tokens)),
+            records=LaneDecays.of(policy, gate.rate, records, lane, shape.window),
+            token_weight=policy.weight(gate.record),
+        )
         factors: list[list[Any]] = [[Float32(1.0)] * shape.token_blocks]
         if shape.probes == 2:
             words = [[unpack(block, cta.key.activation_dtype) for block in probe] for probe in early.probes]
@@ -318,7 +311,7 @@ class Draft:
             decays = self.in_columns(self.decays.since_window, block % len(self.factors[0]))
             made.append(
                 [
-                    broadcast(factor, self.lane % 4 * 8 + 4 * e) * (decay * self.decays.window)
+                    broadcast(factor, self.lane % 4 * 8 + 4 * e) * (decay * self.decays.records.window)
                     for e, decay in enumerate(decays)
                 ]
             )

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
 from cute_kernels.args import PoolTensors, StepTensors
@@ -18,9 +19,11 @@ from cute_kernels.recurrences.base import Gate, Recurrence
 from cute_kernels.recurrences.gdn import Gdn
 from cute_kernels.recurrences.kda import Kda
 from cute_kernels.recurrences.mamba2 import Mamba2
-from cute_kernels.replay.channels import ChannelRecords, own_channels
+from cute_kernels.replay.channels import ChannelRecords, fold_factors, own_channels, scaled_key
 from cute_kernels.replay.cursor import RowCursor
 from cute_kernels.replay.decay import decay_to_end
+from cute_kernels.replay.delta import columns
+from cute_kernels.replay.fold import FoldStage, FoldStatics, fold_tile, stage_record
 from cute_kernels.replay.readout import ROW_LANES, OutputRows
 from cute_kernels.replay.window import LoadedRecord, Place, address, copy_row, load_key, load_values
 
@@ -105,6 +108,33 @@ def append_folded_decay(pool: PoolTensors, place: Place, cursor: RowCursor, gate
     one_thread = Int32(place.thread == 2 * WARP) * Int32(place.first_row == 0)
     decay_ring = address(pool.decay, 4, cursor.slot, place.head, cursor.physical(cursor.count))
     store_words_if(one_thread, decay_ring, [gate.record.bitcast(Uint32)])
+
+
+@dataclass(frozen=True)
+class TileMemory:
+    """Shared addresses of a CTA: its tile of the checkpoint, and what is staged beside it."""
+
+    state: Int32
+    staging: Int32
+
+
+@dataclass(frozen=True)
+class LaneDecays:
+    """Decays of a window: word w of lane j has the weight of record j + 32 w at its end; and of all of it.
+
+    All are 1 where channels decay by themselves.
+    """
+
+    weights: list[Float32]
+    window: Float32
+
+    @classmethod
+    def of(cls, policy: Recurrence, rate: Any, records: Any, lane: Any, window: int) -> LaneDecays:
+        """Of the records that `LaneRecords` or `ChannelRecords` loaded."""
+        if not isinstance(records, LaneRecords):
+            return cls([Float32(1.0)] * -(-window // WARP), Float32(1.0))
+        after, decay = decay_to_end([rate * r for r in records.words], lane, window)
+        return cls([policy.weight(r) * f for r, f in zip(records.words, after, strict=True)], decay)
 
 
 @dataclass(frozen=True)
@@ -274,3 +304,34 @@ def stage_channels(tensors: StepTensors, key: StepKey, place: Place, loads: RowL
         decays = [policy.log_decay(channel, loads.early.token) for channel in loads.early.channels]
         loads.decays.stage(tile, place, loads.cursor.folds == 0, decays, staging)
         loads.decays.append(tensors.pool.decay, key.decay_dtype, tile, place, loads.cursor, decays)
+
+
+def fold_records(
+    pool: PoolTensors, key: StepKey, place: Place, cursor: RowCursor, decays: LaneDecays, shared: TileMemory, to: Any
+) -> None:
+    """Fold the cursor's records into the tile in shared memory and write it to the checkpoint at address `to`.
+
+    Where channels decay by themselves, their decays must be staged already, the window ending with these records.
+    """
+    tile, size, ring_size = Tile.of(key), SIZE_BYTES[key.activation_dtype], SIZE_BYTES[key.record_dtype]
+    statics = FoldStatics(
+        tile, key.checkpoint_dtype, "float32" if tile.channels else key.activation_dtype, key.record_dtype
+    )
+    stage = FoldStage.of(tile, shared.state, shared.staging, place.thread)
+    lane8 = place.lane % LANES_PER_RECORD
+    for first in range(0, key.window, tile.records_per_pass):
+        index = first + place.thread // LANES_PER_RECORD
+        valid, physical = Int32(index < cursor.count), cursor.physical(index)
+        key_ring = address(pool.key, size, cursor.slot, place.group, physical)
+        value_ring = address(pool.value, ring_size, cursor.slot, place.head, physical, place.first_row)
+        keys, values = load_key(key_ring, valid, lane8, tile), load_values(value_ring, valid, lane8, tile)
+        if tile.channels:
+            keys = scaled_key(tile, keys, key.activation_dtype, shared.staging, index, place)
+        weight = broadcast(decays.weights[first // WARP], first % WARP + place.thread // LANES_PER_RECORD)
+        stage_record(stage, statics, index, lane8, LoadedRecord(keys, values, key_ring, value_ring), weight)
+    cute.arch.barrier()
+    columns_of = [decays.window]
+    if tile.channels:
+        columns_of = fold_factors(tile, shared.staging, tile.padded_window, stage.column_lane)
+    no_probes = columns([[Float32(0.0)]])
+    fold_tile(stage, statics, shared.state, to, cursor.count, columns([columns_of]), no_probes)

@@ -21,7 +21,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from cute_kernels.args import StepTensors
-from cute_kernels.configs import LANES_PER_RECORD, SIZE_BYTES, WARP, DraftShape, Tile
+from cute_kernels.configs import SIZE_BYTES, WARP, DraftShape, Tile
 from cute_kernels.drafts import WARPS, Channels, Cta, Draft, DraftLoads, WindowLoads, load_probes
 from cute_kernels.primitives.arithmetic import LOG2_E, exp2, select
 from cute_kernels.primitives.bulk import bulk_init, bulk_load, bulk_wait
@@ -30,22 +30,17 @@ from cute_kernels.primitives.convert import pack, unpack
 from cute_kernels.primitives.memory import EVICT_NORMAL, store_words_if
 from cute_kernels.primitives.mma import Fragment, float_fragment, multiply
 from cute_kernels.primitives.reduce import broadcast
-from cute_kernels.records import leads_group
+from cute_kernels.records import TileMemory, fold_records, leads_group
 from cute_kernels.recurrences.base import Gate
-from cute_kernels.replay.channels import fold_factors, own_channels, scaled_key
+from cute_kernels.replay.channels import own_channels
 from cute_kernels.replay.cursor import RowCursor, is_padding, load_force, load_slot
-from cute_kernels.replay.delta import columns
 from cute_kernels.replay.draft import (
     read_state,
     score_block,
 )
-from cute_kernels.replay.fold import FoldStage, FoldStatics, fold_tile, stage_record
 from cute_kernels.replay.window import (
-    LoadedRecord,
     Place,
     address,
-    load_key,
-    load_values,
     store_scalar_if,
 )
 
@@ -103,7 +98,7 @@ def stage_channels(cta: Cta, cursor: RowCursor, early: DraftLoads, records: Any)
     policy: Any = cta.policy
     place, tokens = cta.place, cta.shape.tokens
     decays = [[policy.log_decay(token.gate, early.gate) for token in channel] for channel in early.channels]
-    records.stage_draft(cta.tile, place, decays, cta.staging)
+    records.stage_draft(cta.tile, place, decays, cta.memory.staging)
     stage_probes(cta, early, decays, records)
     for t in range(tokens):
         of_token = [channel[t] for channel in decays]
@@ -180,7 +175,7 @@ def read_rows(cta: Cta, cursor: RowCursor, early: DraftLoads, loads: WindowLoads
     ]
     rows = [select(part.inside != 0, part.first - cta.place.lane // 4 * 2, Int32(0)) for part in cta.channels]
     probes = cta.staged if shape.channels else cta.probes(early.probes)
-    products = read_state(cta.key.checkpoint_dtype, cta.state, rows, probes, terms)
+    products = read_state(cta.key.checkpoint_dtype, cta.memory.state, rows, probes, terms)
     for i, (part, readouts) in enumerate(zip(cta.channels, products, strict=True)):
         for b, of_block in enumerate(readouts):
             readouts[b] = [x * factors[b][j % 2] for j, x in enumerate(of_block)]
@@ -235,32 +230,6 @@ def write_outputs(cta: Cta, part: Channels, outputs: list[list[Any]], epilogues:
             store_words_if(part.inside * cta.is_token(token), where, pack(pair, cta.key.activation_dtype))
 
 
-def fold_records(cta: Cta, cursor: RowCursor, draft: Draft) -> None:
-    """Fold the committed records into the tile and write it back, for a row that folds."""
-    key, place, tile = cta.key, cta.place, cta.tile
-    key_dtype = "float32" if tile.channels else key.activation_dtype
-    statics = FoldStatics(tile, key.checkpoint_dtype, key_dtype, key.record_dtype)
-    stage = FoldStage.of(tile, cta.state, cta.staging, place.thread)
-    lane8 = place.lane % LANES_PER_RECORD
-    for first in range(0, key.window, tile.records_per_pass):
-        index = first + place.thread // LANES_PER_RECORD
-        valid = Int32(index < cursor.count)
-        key_ring, value_ring = cta.key_place(cursor, index), cta.value_place(cursor, index, place.first_row)
-        keys, values = load_key(key_ring, valid, lane8, tile), load_values(value_ring, valid, lane8, tile)
-        if tile.channels:
-            keys = scaled_key(tile, keys, key.activation_dtype, cta.staging, index, place)
-        weight = broadcast(draft.decays.weights[first // WARP], first % WARP + place.thread // LANES_PER_RECORD)
-        stage_record(stage, statics, index, lane8, LoadedRecord(keys, values, key_ring, value_ring), weight)
-    cute.arch.barrier()
-    size = SIZE_BYTES[key.checkpoint_dtype]
-    checkpoint = address(cta.tensors.pool.checkpoint, size, cursor.slot, place.head, place.first_row)
-    decays = [draft.decays.window]
-    if tile.channels:
-        decays = fold_factors(tile, cta.staging, tile.padded_window, stage.column_lane)
-    no_probes = columns([[Float32(0.0)]])
-    fold_tile(stage, statics, cta.state, checkpoint, cursor.count, columns([decays]), no_probes)
-
-
 @cute.kernel
 def verify_kernel(tensors: StepTensors, pad_slot: Int32, key: cutlass.Constexpr):
     """One CTA: see this module's docstring, and `step.step_kernel` for the order of its loads."""
@@ -282,7 +251,7 @@ def verify_kernel(tensors: StepTensors, pad_slot: Int32, key: cutlass.Constexpr)
     staging_memory = cutlass.Array(Uint32, (shape.staging_bytes(tile) // 4,), space=smem, alignment=16)
     barrier = cutlass.Array(Int64, (1,), space=smem, alignment=8).data_ptr()
     state, staging = Int32(state_memory.data_ptr().toint()), Int32(staging_memory.data_ptr().toint())
-    cta = Cta(tensors, key, place, Channels.of(tile, place), state, staging)
+    cta = Cta(tensors, key, place, Channels.of(tile, place), TileMemory(state, staging))
     if cutlass.const_expr(key.rows.pdl):
         cute.arch.griddepcontrol_wait()
     slot = load_slot(tensors.rows, row, key.rows.index_dtype)
@@ -320,4 +289,4 @@ def verify_kernel(tensors: StepTensors, pad_slot: Int32, key: cutlass.Constexpr)
         read_rows(cta, cursor, early, loads, draft)
         if cursor.folds:
             cute.arch.barrier()
-            fold_records(cta, cursor, draft)
+            fold_records(tensors.pool, key, place, cursor, draft.decays.records, cta.memory, tile_at)

@@ -61,6 +61,9 @@ class Recurrence(Protocol):
     def gate(self, loaded: tuple[Any, ...]) -> Gate:
         """The gate of a row's head."""
 
+    def load_rate(self, decay_rate: cute.Tensor | None, head: Any) -> Float32:
+        """Base-2 log-decay of a record of 1; `decay_rate` is A [HV] where the records need it."""
+
     def weight(self, record: Any) -> Float32:
         """Factor of a record's value, beside the decay of what comes after it."""
 

@@ -74,6 +74,9 @@ class Gdn:
             beta = unpack(pack([beta], self.options.b_dtype), self.options.b_dtype)[0]
         return Gate(record=log_decay, rate=Float32(LOG2_E), skip=Float32(0.0), strength=beta)
 
+    def load_rate(self, decay_rate: cute.Tensor | None, head: Any) -> Float32:
+        return Float32(LOG2_E)
+
     def weight(self, record: Any) -> Float32:
         return Float32(1.0)
 

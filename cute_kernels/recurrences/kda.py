@@ -62,6 +62,9 @@ class Kda:
             return softplus(gate) * -rate
         return sigmoid(rate * gate) * Float32(self.options.lower_bound)
 
+    def load_rate(self, decay_rate: cute.Tensor | None, head: Any) -> Float32:
+        return Float32(LOG2_E)
+
     def weight(self, record: Any) -> Float32:
         return Float32(1.0)
 

@@ -59,6 +59,9 @@ class Mamba2:
             dt = softplus(dt)
         return Gate(record=dt, rate=decay_rate * Float32(LOG2_E), skip=Float32(0.0) if skip is None else skip)
 
+    def load_rate(self, decay_rate: cute.Tensor | None, head: Any) -> Float32:
+        return load_scalar_if(True, address(decay_rate, 4, head), "float32") * Float32(LOG2_E)
+
     def weight(self, record: Any) -> Float32:
         return record
 

@@ -162,15 +162,13 @@ class DraftDecays:
     Args:
         log2: lane s has the base-2 log-decay of token s; 0 beyond the last token.
         since_window: lane s has how much the state has decayed by token s since the end of the window.
-        weights: word w of lane j has the weight of record j + 32 w at the end of the window.
-        window: decay of the whole window.
+        records: of the window.
         token_weight: lane s has the weight of token s beside the decay after it.
     """
 
     log2: Float32
     since_window: Float32
-    weights: list[Float32]
-    window: Float32
+    records: Any
     token_weight: Float32
 
 
@@ -202,10 +200,10 @@ class Scores:
             blocks: the probe blocks of `raw`, one or two, each with a pair of scores.
             factors: of this lane's probe of each block.
         """
-        if step >= len(decays.weights):
+        if step >= len(decays.records.weights):
             return
         first = warp * 8 + self.lane % 4 * 2
-        columns = [broadcast(decays.weights[step], first + e) for e in (0, 1)]
+        columns = [broadcast(decays.records.weights[step], first + e) for e in (0, 1)]
         for i, block in enumerate(blocks):
             token = block % self.shape.token_blocks * 8 + self.lane // 4
             row = factors[i] * broadcast(decays.since_window, token)
