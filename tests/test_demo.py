@@ -1,4 +1,7 @@
-"""The demo tells the truth: it reports equal tokens only where they are, and its figures follow the stated formulas."""
+"""The demo tells the truth: it reports equal tokens only where they are, and its figures follow the stated formulas.
+
+Speculative decoding is part of every run here, so that each kind of model verifies drafts once.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import torch
 
 import replayssm
 from replayssm import demo
+from replayssm.integrations import transformers as hugging_face
 
 pytest.importorskip("transformers", minversion="5.17")
 QUICK = ["--model", "mamba2", "--tokens", "18", "--window", "4", "--batch", "3", "--device", "cpu"]
@@ -27,6 +31,15 @@ def test_equal_tokens_are_reported_and_everything_that_was_asked_for(capsys: pyt
     assert demo.main(QUICK) == 0
     out = capsys.readouterr().out
     assert "Decoded tokens identical (fp32): yes, 54 compared" in out
+    assert "Speculative decoding, 3 drafts a row verified in one forward:" in out
+    assert out.count("identical tokens yes") == 2
+    known = re.search(
+        r"plain run, one in five spoiled: .*; (\S+) tokens a row .*; (\d+) forwards for 18 .* (\d+) saved", out
+    )
+    assert known is not None
+    assert 2 < float(known[1]) < 4
+    assert int(known[2]) + int(known[3]) == 17
+    assert int(known[3]) > 5
     assert "16 Mamba-2 layers (from the formula, not measured)" in out
     assert "kernel times and the read limit: not measured, no GPU is used" in out
     difference = re.search(r"Largest logit difference: (\S+),", out)
@@ -63,6 +76,7 @@ def test_each_kind_of_model_decodes_the_same(
     assert f"Model: {letter * 3}*{letter}\n" in out
     assert f"LayerSpec(recurrence={layer}, head_dim=128, d_state=128)" in out
     assert "Decoded tokens identical (fp32): yes, 20 compared" in out
+    assert out.count("identical tokens yes") == 2
     assert f"4 {name} layers (from the formula, not measured)" in out
 
 
@@ -99,6 +113,46 @@ def test_different_tokens_fail(capsys: pytest.CaptureFixture[str], monkeypatch: 
     forget_records(monkeypatch)
     assert demo.main(QUICK) == 1
     assert "Decoded tokens identical (fp32): NO" in capsys.readouterr().out
+
+
+def test_different_tokens_of_speculative_decoding_alone_fail(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = replayssm.commit
+
+    def keep_all(*args: object, num_accepted: torch.Tensor | None = None, **kwargs: object) -> None:
+        commit(*args, **kwargs)
+
+    monkeypatch.setattr(replayssm, "commit", keep_all)
+    assert demo.main(QUICK) == 1
+    out = capsys.readouterr().out
+    assert "Decoded tokens identical (fp32): yes, 54 compared" in out
+    assert "identical tokens NO" in out
+
+
+@pytest.mark.parametrize("reason", ["a window of 1", "no kernel"])
+def test_speculative_decoding_that_cannot_run_says_so(
+    reason: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise NotImplementedError("no kernel for 4 tokens")
+
+    monkeypatch.setattr(hugging_face, "generate_speculative", refuse)
+    model, device = demo.build_model("mamba2", torch.device("cpu")), torch.device("cpu")
+    prompts, expected = demo.encode("a few words", 2, device), torch.zeros(2, 5, dtype=torch.long)
+    assert demo.report_speculation(model, prompts, expected, window=1 if reason == "a window of 1" else 4)
+    assert f"not run: {reason}" in capsys.readouterr().out
+
+
+def test_known_drafts_are_right_as_often_as_they_say() -> None:
+    text = torch.randint(demo.PAD, (1000,)).tolist()
+    for right in (0.0, 0.8, 1.0):
+        propose = demo.known_drafts([[0], text], right=right)
+        drafts = [propose(text[:place], 4) for place in range(1, 997)]
+        hits = [token == text[place + 1 + i] for place, draft in enumerate(drafts) for i, token in enumerate(draft)]
+        assert sum(hits) / len(hits) == pytest.approx(right, abs=0.05)
+    assert propose(text[:998], 4) == text[998:]
+    assert propose([*text[:5], -1], 4) == []
 
 
 def test_prompts_are_the_text_byte_by_byte_padded_on_the_left() -> None:

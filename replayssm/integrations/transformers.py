@@ -6,6 +6,9 @@
     model.generate(...)             # as always: batches, left padding, sampling, beams
     disable(model)
 
+    enable(model, window=16, max_draft=5)
+    sequences, statistics = generate_speculative(model, input_ids, max_new_tokens=64, num_draft=4)
+
 Tested with these model types of transformers 5.17.0 to 5.24.0; `enable` refuses a version whose layers or caches are
 not built as in these.
 
@@ -16,7 +19,8 @@ not built as in these.
 What runs where. A forward with several tokens (prefill, chunked prefill) is the model's own. A forward with one token
 on a cache that has a state decodes here: the projections, the convolution with its state in the cache, the gated norm
 and the output projection are the model's own calls, `replayssm.step` stands in for its state update. `commit` runs
-once a forward, after the module that contains all layers of these kinds.
+once a forward, after the module that contains all layers of these kinds. A forward that verifies drafts
+(`generate_speculative`) decodes here, too, with a convolution in torch that can be taken back.
 
 Memory. The checkpoint of a pool *is* the cache's own state: nothing is copied, unless its dtype differs from
 `checkpoint_dtype` or its axes are K before V, as in Gated DeltaNet and Kimi Delta Attention. Then it is converted once,
@@ -29,7 +33,8 @@ Limits. `time_step_limit` clamps dt in prefill only, as in the models' own decod
 Attention does not round beta to 16 bits, as the models' own code does. Inference only; no model that accelerate has
 spread or offloaded; under `torch.compile` the steps stay eager. Caches that record their past for assisted decoding
 take the model's own path. falcon_h1 with `mamba_rms_norm` decodes at batch 1 only, as it does without ReplaySSM.
-olmo_hybrid, whose beta reaches 2, is refused.
+olmo_hybrid, whose beta reaches 2, is refused. `generate_speculative` refuses qwen4_exp and glm5_next, whose caches hold
+more than it can roll back.
 """
 
 from __future__ import annotations
@@ -37,25 +42,29 @@ from __future__ import annotations
 import inspect
 import itertools
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from replayssm.integrations.transformers_cache import commit_after_forward, records_of
+from replayssm.integrations.transformers_cache import commit_after_forward, records_of, verification_of
 from replayssm.integrations.transformers_layers import FAMILIES, Family
+from replayssm.integrations.transformers_speculative import Propose, Statistics, decode, prompt_lookup
 from replayssm.launch import arch_of
 from replayssm.plan import dtype_name, plan_step
 from replayssm.pool import make_pool
 from replayssm.spec import LayerSpec, ReplaySpec
 
-__all__ = ["FAMILIES", "disable", "enable", "layer_specs"]
+__all__ = ["FAMILIES", "Statistics", "disable", "enable", "generate_speculative", "layer_specs", "prompt_lookup"]
 
 _ON_MODEL = "_replayssm_hook"
 _KINDS = "Mamba-2, Gated DeltaNet or Kimi Delta Attention layers"
 
 
-def enable(model: nn.Module, *, window: int = 16, checkpoint_dtype: torch.dtype = torch.float32) -> None:
+def enable(
+    model: nn.Module, *, window: int = 16, checkpoint_dtype: torch.dtype = torch.float32, max_draft: int = 1
+) -> None:
     """Make the state-space layers of a Hugging Face model decode with ReplaySSM, until `disable`.
 
     On CUDA the layers run the kernels, on other devices the torch twin, which is a reference and no fast path.
@@ -64,10 +73,11 @@ def enable(model: nn.Module, *, window: int = 16, checkpoint_dtype: torch.dtype 
         model: a model of transformers, on one device; its parameters, buffers and state dict stay as they are.
         window: records that may be pending before they are folded into the state, 1 to 64.
         checkpoint_dtype: dtype of the state in the cache: float32, bfloat16 or float16.
+        max_draft: the most tokens a row that a forward may verify, 1 to 16, at most `window`; 1 if none does.
 
     Raises:
         ImportError: transformers is missing or older than 5.17.
-        ValueError: `window` is out of range or a layer has sizes that no pool can hold.
+        ValueError: `window` or `max_draft` is out of range or a layer has sizes that no pool can hold.
         NotImplementedError: no layer of a supported family, a dtype, layer size or GPU without a kernel, layers on
             several devices, layers whose `forward` something else has replaced, or a version of transformers whose
             layers or caches are built differently.
@@ -96,8 +106,8 @@ def enable(model: nn.Module, *, window: int = 16, checkpoint_dtype: torch.dtype 
         )
     forwards = {}
     for name, mixer in mixers.items():
-        replay = ReplaySpec(window, checkpoint_dtype=checkpoint_dtype, activation_dtype=mixer.conv1d.weight.dtype)
-        forwards[name] = _MixerForward(mixer, replay)
+        dtypes_of_both = {"checkpoint_dtype": checkpoint_dtype, "activation_dtype": mixer.conv1d.weight.dtype}
+        forwards[name] = _MixerForward(mixer, ReplaySpec(window, max_draft, **dtypes_of_both))
         _check_supported(forwards[name])
     for name, mixer in mixers.items():
         mixer.forward = forwards[name]
@@ -113,6 +123,66 @@ def disable(model: nn.Module) -> None:
         handle = module.__dict__.pop(_ON_MODEL, None)
         if handle is not None:
             handle.remove()
+
+
+@torch.no_grad()
+def generate_speculative(
+    model: nn.Module,
+    input_ids: Tensor,
+    *,
+    attention_mask: Tensor | None = None,
+    max_new_tokens: int,
+    num_draft: int = 4,
+    eos_token_id: int | Sequence[int] | None = None,
+    propose: Propose = prompt_lookup,
+) -> tuple[Tensor, Statistics]:
+    """Decode greedily, and verify `num_draft` proposed tokens a row in each forward; the tokens are those of
+    `model.generate(..., do_sample=False)`, up to rounding where two logits are nearly equal.
+
+    A forward has T = 1 + `num_draft` tokens a row: the last one that was decoded and the proposed ones. A row keeps the
+    longest prefix that the model would have decoded itself, and the token after it. All rows take part in all forwards;
+    a row that has ended keeps nothing of them.
+
+    What a row does not keep is taken back: its records are left behind by `commit(num_accepted=...)`, the state of a
+    convolution is the window of inputs that ends with the last kept token, and the keys and values of an attention
+    layer are cut off where no row keeps them, and masked elsewhere.
+
+    Args:
+        model: enabled with `max_draft` of T or more.
+        input_ids: [rows, length] prompts, padded on the left.
+        attention_mask: [rows, length], 0 where a prompt is padding; None for no padding.
+        max_new_tokens: tokens to decode for each row, 1 or more.
+        num_draft: proposed tokens a row and forward, 1 to 15; `step` and `commit` count one more, which is T.
+        eos_token_id: tokens that end a row; those of `model.generation_config` when None, none when empty. It is all
+            that is read of that configuration, with the padding token: no penalty or other processor runs.
+        propose: called with the tokens of a row, without padding, and `num_draft`; gives up to that many tokens to
+            verify. It decides how fast decoding is, not what is decoded. `prompt_lookup` when not given.
+
+    Returns:
+        The prompts with the decoded tokens [rows, length + tokens of the longest row], padded as `generate` does it,
+        and how many forwards that took.
+
+    Raises:
+        ValueError, TypeError: an argument has another type, shape or range than described.
+        RuntimeError: the model is not enabled.
+        NotImplementedError: a layer's cache that cannot be taken back: sliding windows, sparse attention with an
+            indexer; prompts padded elsewhere than on the left; no kernel for T tokens a row of this layer.
+    """
+    forwards = [mixer.__dict__.get("forward") for mixer in _find_mixers(model).values()]
+    if not all(isinstance(forward, _MixerForward) for forward in forwards):
+        raise RuntimeError(
+            "model: expected one with ReplaySSM, got one without; call enable(model, max_draft=...) first"
+        )
+    limit = min(forward.replay.max_draft for forward in forwards) - 1
+    if type(num_draft) is not int or not 1 <= num_draft <= limit:
+        raise ValueError(
+            f"num_draft: expected 1 to {limit}, one less than the max_draft of enable, got {num_draft!r}; call "
+            f"disable(model) and enable(model, max_draft={num_draft + 1 if type(num_draft) is int else '...'})"
+        )
+    return decode(
+        model, input_ids, attention_mask, num_draft=num_draft, max_new_tokens=max_new_tokens, eos=eos_token_id,
+        propose=propose,
+    )  # fmt: skip
 
 
 def layer_specs(model: nn.Module) -> list[LayerSpec]:
@@ -151,14 +221,16 @@ class _MixerForward:
         mixer = self.mixer
         if cache is None:
             cache = kwargs.pop("cache_params", None)  # its name before transformers 5.24
+        verification = verification_of(cache)
         if (
             cache is None
-            or hidden_states.shape[1] != 1
+            or (hidden_states.shape[1] != 1 and verification is None)
             or not cache.has_previous_state(mixer.layer_idx, state_idx=0)
             or cache.layers[mixer.layer_idx].record_past
         ):
             return type(mixer).forward(mixer, hidden_states, cache, attention_mask, **kwargs)
-        if attention_mask is not None:  # most models pass none here, since a decoded token is no padding
+        # Most models pass no mask here, since a decoded token is no padding, and neither are drafts.
+        if attention_mask is not None and verification is None:
             hidden_states = self.family.mask(mixer, hidden_states, attention_mask)
         if torch.compiler.is_compiling():
             # Without fullgraph this makes a graph break, and the frame runs eagerly.
@@ -170,13 +242,13 @@ class _MixerForward:
         conv_in, beside = family.project(mixer, hidden_states)
         if torch.is_grad_enabled() and conv_in.requires_grad:
             raise NotImplementedError("gradients through a ReplaySSM step; decode under torch.no_grad()")
-        conv_out = sys.modules[type(mixer).__module__].causal_conv1d_update(
-            conv_in.transpose(1, 2),
-            cache_layer.conv_states[0],
-            mixer.conv1d.weight.squeeze(1),
-            mixer.conv1d.bias,
-            activation=mixer.activation,
-        )
+        conv_state, conv_in = cache_layer.conv_states[0], conv_in.transpose(1, 2)
+        if (verification := verification_of(cache)) is not None:
+            conv_out = verification.convolve(mixer, conv_state, conv_in)
+        else:
+            conv_out = sys.modules[type(mixer).__module__].causal_conv1d_update(
+                conv_in, conv_state, mixer.conv1d.weight.squeeze(1), mixer.conv1d.bias, activation=mixer.activation
+            )
         inputs = family.inputs(mixer, conv_out.transpose(1, 2).contiguous(), beside, self._parameters())
         records = records_of(cache, self.replay, inputs)
         out = records.step(mixer.layer_idx, self.layer, cache_layer, inputs, transposed=family.state_is_transposed)

@@ -2,6 +2,7 @@
 
 The projections, the norms and the output projection are a layer's own modules, called in the order of its own decode
 step; here a family says which they are, what their results are called in a step, and where its cache keeps the state.
+A step has one token a row, or several when drafts are verified.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ NORM_EPS = 1e-6  # of the l2 norm of q and k: the layers write it into the call,
 
 
 class Projected(NamedTuple):
-    """A token after the input projections: what goes into the convolution [rows, 1, channels], and what does not."""
+    """Tokens after the input projections: what goes into the convolution [rows, T, channels], and what does not."""
 
     conv_in: Tensor
     beside: tuple[Tensor, ...]
@@ -55,15 +56,15 @@ class Family(ABC):
 
     @abstractmethod
     def project(self, mixer: Any, hidden: Tensor) -> Projected:
-        """The input projections of a token, [rows, 1, hidden size]."""
+        """The input projections of T tokens a row, [rows, T, hidden size]."""
 
     @abstractmethod
     def inputs(self, mixer: Any, conv_out: Tensor, beside: tuple[Tensor, ...], prepared: tuple[Tensor, ...]) -> Inputs:
-        """A step's inputs from the convolution's output [rows, 1, channels], which is packed."""
+        """A step's inputs from the convolution's output [rows, T, channels], which is packed."""
 
     @abstractmethod
     def normed(self, mixer: Any, out: Tensor, beside: tuple[Tensor, ...]) -> Tensor:
-        """A step's output [rows, 1, HV, V] as the output projection takes it, after the norm if there is one."""
+        """A step's output [rows, T, HV, V] as the output projection takes it, after the norm if there is one."""
 
     @abstractmethod
     def options(self, mixer: Any, dtype: str) -> Options:
@@ -183,7 +184,7 @@ class GatedDeltaNet(DeltaRule):
 
     def normed(self, mixer: Any, out: Tensor, beside: tuple[Tensor, ...]) -> Tensor:
         width = mixer.head_v_dim
-        return mixer.norm(out.reshape(-1, width), beside[0].reshape(-1, width)).view(len(out), 1, -1)
+        return mixer.norm(out.reshape(-1, width), beside[0].reshape(-1, width)).view(*out.shape[:2], -1)
 
     def options(self, mixer: Any, dtype: str) -> Options:
         from cute_kernels.configs import GdnOptions
