@@ -1,4 +1,8 @@
-"""The tensors that cross from a jit function to its kernel, in groups."""
+"""The tensors that cross from a jit function to its kernel, in groups.
+
+With `RowTensors.cu_seqlens` the axes [rows, T] of inputs and output are [1, total] instead: the rows' tokens one after
+the other.
+"""
 
 from __future__ import annotations
 
@@ -27,15 +31,16 @@ class CursorTensors:
 
 @dataclass(frozen=True)
 class RowTensors:
-    """cache_indices [rows]; force_fold [rows] bytes or None."""
+    """cache_indices [rows]; force_fold [rows] bytes or None; cu_seqlens [rows + 1] int32 or None."""
 
     cache_indices: cute.Tensor
     force_fold: cute.Tensor | None
+    cu_seqlens: cute.Tensor | None
 
 
 @dataclass(frozen=True)
 class Mamba2Tensors:
-    """x, z [rows, 1, HV, V]; dt [rows, 1, HV]; B, C [rows, 1, G, K]."""
+    """x, z [rows, T, HV, V]; dt [rows, T, HV]; B, C [rows, T, G, K]."""
 
     x: cute.Tensor
     dt: cute.Tensor
@@ -55,7 +60,7 @@ class Mamba2Parameters:
 
 @dataclass(frozen=True)
 class GdnTensors:
-    """q, k [rows, 1, HK, K]; v [rows, 1, HV, V]; a, b [rows, 1, HV]."""
+    """q, k [rows, T, HK, K]; v [rows, T, HV, V]; a, b [rows, T, HV]."""
 
     q: cute.Tensor
     k: cute.Tensor
@@ -74,7 +79,7 @@ class GdnParameters:
 
 @dataclass(frozen=True)
 class KdaTensors:
-    """q, k [rows, 1, HK, K]; v [rows, 1, HV, V]; g [rows, 1, HV, K]; beta [rows, 1, HV]."""
+    """q, k [rows, T, HK, K]; v [rows, T, HV, V]; g [rows, T, HV, K]; beta [rows, T, HV]."""
 
     q: cute.Tensor
     k: cute.Tensor
@@ -97,7 +102,7 @@ ParameterTensors = Mamba2Parameters | GdnParameters | KdaParameters
 
 @dataclass(frozen=True)
 class StepTensors:
-    """All tensors of a step; `out` is [rows, 1, HV, V]."""
+    """All tensors of a step; `out` is [rows, T, HV, V]."""
 
     pool: PoolTensors
     cursors: CursorTensors

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 
 from cute_kernels.configs import Options, RowOptions, StepConfig
-from replayssm import checks, launch
+from replayssm import checks, debug, launch
 from replayssm.cursors import Cursors
 from replayssm.inputs import Inputs
 from replayssm.plan import Plan, plan_step
@@ -37,17 +37,20 @@ def step(
 ) -> Tensor:
     """Decode T tokens a row in one layer: append their records, and fold the rows whose window is full.
 
-    A row folds its committed records into the checkpoint first when `num_committed + T > window`, or when `force_fold`
-    asks for it and there are any. The cursors do not move until `commit`. Caller must give live rows distinct slots
-    within the pool, and cursors in range; `REPLAYSSM_DEBUG=1` checks both, with a synchronisation.
+    T is the same for every row, or with `cu_seqlens` in the inputs each row's own. A row folds its committed records
+    into the checkpoint first when `num_committed + T > window`, or when `force_fold` asks for it and there are any. The
+    cursors do not move until `commit`. Caller must give live rows distinct slots within the pool, and cursors in range;
+    `REPLAYSSM_DEBUG=1` checks both, with a synchronisation.
 
     Args:
         pool: the layer's memory; written in the slots of live rows only.
         cursors: the model's cursors, with the pool's number of slots; read.
-        inputs: `Mamba2Inputs`, `GdnInputs` or `KdaInputs` of T tokens a row, 1 to `max_draft`.
+        inputs: `Mamba2Inputs`, `GdnInputs` or `KdaInputs` of T tokens a row, 1 to `max_draft`; with `cu_seqlens` of 0
+            to `max_draft`. Caller must keep `cu_seqlens` ascending in such steps and within the tokens that there are:
+            else some tokens count as absent. `REPLAYSSM_DEBUG=1` checks it.
         cache_indices: [rows] int32 or int64, the slot of each row. Rows of `pad_slot_id` or of a negative slot are
             padding: their output is zero, whatever their inputs hold, and nothing else is written.
-        out: [rows, T, HV, V] activation dtype, heads packed; written. Allocated when None.
+        out: [rows, T, HV, V], or [1, total, HV, V], activation dtype, heads packed; written. Allocated when None.
         force_fold: [rows] bool, or None.
         pdl: launch with programmatic dependent launch (CUDA): the kernel starts while the one before it drains.
         config: launch parameters (CUDA); chosen when None.
@@ -65,8 +68,9 @@ def step(
     if pool.checkpoint.is_cuda:
         return launch.cuda_step(pool, cursors, inputs, cache_indices, out, force_fold, pad_slot_id, (pdl, config))
     checks.check_step(pool, cursors, inputs, cache_indices, out, force_fold)
-    if checks.DEBUG:
-        checks.check_rows(cursors, cache_indices, pad_slot_id)
+    if debug.DEBUG:
+        debug.check_rows(cursors, cache_indices, pad_slot_id)
+        debug.check_lengths(inputs.cu_seqlens, pool.replay.max_draft, launch.value_of(inputs).shape[1])
     return twin.step(
         pool, cursors, inputs, cache_indices=cache_indices, out=out, force_fold=force_fold, pad_slot_id=pad_slot_id
     )
@@ -77,6 +81,7 @@ def commit(
     *,
     cache_indices: Tensor,
     num_draft: int = 1,
+    cu_seqlens: Tensor | None = None,
     num_accepted: Tensor | None = None,
     force_fold: Tensor | None = None,
     pad_slot_id: int = -1,
@@ -87,24 +92,25 @@ def commit(
         cursors: written, in the slots of live rows only.
         cache_indices, force_fold, pad_slot_id: as given to `step`.
         num_draft: T, the tokens a row of that step.
-        num_accepted: [rows] int32, how many of the T tokens stay, 0 to T, counting each token that was stepped; None
-            keeps all. The records behind them are overwritten by later steps. Caller must keep the range;
-            `REPLAYSSM_DEBUG=1` checks it.
+        cu_seqlens: [rows + 1] int32, instead of `num_draft` where that step's inputs had it.
+        num_accepted: [rows] int32, how many of a row's tokens stay, 0 to T, counting each token that was stepped; None
+            keeps all. The records behind them are overwritten by later steps. Caller must keep the range, or the
+            nearest number in it counts; `REPLAYSSM_DEBUG=1` checks it.
 
     Raises:
         TypeError, ValueError: an argument has another type, shape, dtype or device than described.
     """
     if cursors.ring_start.is_cuda:
-        launch.cuda_commit(cursors, cache_indices, num_draft, num_accepted, force_fold, pad_slot_id)
+        launch.cuda_commit(cursors, cache_indices, num_draft, cu_seqlens, num_accepted, force_fold, pad_slot_id)
         return
-    checks.check_commit(cursors, cache_indices, num_draft, num_accepted, force_fold)
-    if checks.DEBUG:
-        checks.check_rows(cursors, cache_indices, pad_slot_id)
-        checks.check_accepted(num_accepted, num_draft, cache_indices, pad_slot_id)
+    checks.check_commit(cursors, cache_indices, num_draft, cu_seqlens, num_accepted, force_fold)
+    if debug.DEBUG:
+        debug.check_committed(cursors, cache_indices, num_draft, cu_seqlens, num_accepted, pad_slot_id)
     twin.commit(
         cursors,
         cache_indices=cache_indices,
         num_draft=num_draft,
+        cu_seqlens=cu_seqlens,
         num_accepted=num_accepted,
         force_fold=force_fold,
         pad_slot_id=pad_slot_id,
@@ -148,8 +154,8 @@ def copy_slots(cursors: Cursors, source: Tensor, destination: Tensor, *, pools: 
     if read.shape != write.shape:
         raise ValueError(f"destination: expected {tuple(read.shape)} as source, got {tuple(write.shape)}")
     pools = checks.check_pools(cursors, pools)
-    if checks.DEBUG:
-        checks.check_distinct("destination", write)
+    if debug.DEBUG:
+        debug.check_distinct("destination", write)
     for tensor in (cursors.ring_start, cursors.num_committed, *(t for pool in pools for t in pool.tensors)):
         tensor.index_copy_(0, write, tensor.index_select(0, read))
 
@@ -174,8 +180,8 @@ def flush(cursors: Cursors, slots: Tensor, *, pools: Iterable[Pool], A: Iterable
     """
     checks.check_flush(cursors, slots)
     pools, rates = checks.check_model(cursors, pools, A)
-    if checks.DEBUG:
-        checks.check_rows(cursors, slots, -1, "slots")
+    if debug.DEBUG:
+        debug.check_rows(cursors, slots, -1, "slots")
     if cursors.device.type == "cuda":
         _cuda_materialize(cursors, slots, None, None, pools, rates)
     else:
@@ -214,8 +220,8 @@ def materialize(
     """
     checks.check_materialize(cursors, source, destination, num_records)
     pools, rates = checks.check_model(cursors, pools, A)
-    if checks.DEBUG:
-        checks.check_moves(cursors, source, destination, num_records)
+    if debug.DEBUG:
+        debug.check_moves(cursors, source, destination, num_records)
     if cursors.device.type == "cuda":
         _cuda_materialize(cursors, source, destination, num_records, pools, rates)
     else:

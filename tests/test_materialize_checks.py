@@ -227,7 +227,7 @@ DEBUG: dict[str, tuple[Callable[[Arguments], Arguments], tuple[str, ...], tuple[
 @pytest.mark.parametrize("name", DEBUG)
 def test_debug_mode_refuses(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     change, by_materialize, by_flush = DEBUG[name]
-    monkeypatch.setattr("replayssm.checks.DEBUG", True)
+    monkeypatch.setattr("replayssm.debug.DEBUG", True)
     good = arguments("mamba2", device)
     bad = good | change(good)
     if by_materialize:
@@ -239,7 +239,7 @@ def test_debug_mode_refuses(name: str, device: torch.device, monkeypatch: pytest
 
 
 def test_debug_mode_lets_padding_pass(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("replayssm.checks.DEBUG", True)
+    monkeypatch.setattr("replayssm.debug.DEBUG", True)
     good = arguments("mamba2", device)
     padded = good | {
         "source": torch.tensor([-1, 0, 99, -1], device=device),
@@ -255,7 +255,7 @@ def test_debug_mode_lets_padding_pass(device: torch.device, monkeypatch: pytest.
 
 
 def test_debug_mode_refuses_copies_into_one_slot(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("replayssm.checks.DEBUG", True)
+    monkeypatch.setattr("replayssm.debug.DEBUG", True)
     good = arguments("gdn", device)
     twice = torch.tensor([4, 3, 4], device=device)
     copy = replayssm.copy_slots

@@ -9,7 +9,7 @@ import cutlass
 from cutlass import Boolean, Int32, Int64
 
 from cute_kernels.args import CursorTensors, RowTensors
-from cute_kernels.primitives.arithmetic import select
+from cute_kernels.primitives.arithmetic import at_most, select
 from cute_kernels.primitives.memory import load_byte, load_words
 
 
@@ -46,12 +46,14 @@ class RowCursor:
 
     @classmethod
     def load(
-        cls, cursors: CursorTensors, slot: Any, forced: Boolean | None, *, capacity: Any, window: int, tokens: int
+        cls, cursors: CursorTensors, slot: Any, forced: Boolean | None, *, capacity: Any, window: int, tokens: Any
     ) -> RowCursor:
         """Read a live slot's cursor and decide by the fold rule for a step of `tokens` tokens; see `load_force`."""
         offset = Int64(slot) * 4
         start = Int32(load_words(cursors.ring_start.iterator.toint() + offset, 1)[0])
         count = Int32(load_words(cursors.num_committed.iterator.toint() + offset, 1)[0])
+        # Cursors out of range are a mistake of the caller's; they must not lead out of the slot.
+        start, count = at_most(start, Int32(capacity) - 1), at_most(count, Int32(window))
         folds = folds_by_rule(count, tokens, window, forced)
         return cls(Int64(slot), start, count, folds, Int32(capacity))
 
@@ -59,6 +61,15 @@ class RowCursor:
         """Physical ring row of logical record `logical`, 0 to capacity - 1."""
         row = self.start + logical
         return select(row >= self.capacity, row - self.capacity, row)
+
+
+def load_span(rows: RowTensors, row: Any, most: int) -> tuple[Any, Any]:
+    """Where a row's tokens begin on the token axis of the inputs, and how many it has, 0 to `most`."""
+    if cutlass.const_expr(rows.cu_seqlens is None):
+        return 0, most
+    words = [load_words(rows.cu_seqlens.iterator.toint() + Int64(row) * 4 + 4 * i, 1)[0] for i in (0, 1)]
+    first, end = Int32(words[0]), Int32(words[1])
+    return first, select(first < end, at_most(end - first, Int32(most)), Int32(0))
 
 
 def load_force(rows: RowTensors, row: Any) -> Boolean | None:

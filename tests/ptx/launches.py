@@ -100,7 +100,8 @@ class Interpreted(Work):
         with self.bench.installed():
             return dispatch.cuda_step(self.pool, self.cursors, self.inputs, *rows, (pdl, config))
 
-    def commit(self, *, num_draft: int = 1, num_accepted: Tensor | None = None, **_: Any) -> None:
-        how = (num_draft, num_accepted, self.force_fold, self.pad_slot_id)
+    def run_commit(self, **arguments: Any) -> None:
+        order = {"cache_indices": None, "num_draft": 1, "cu_seqlens": None, "num_accepted": None}
+        order |= {"force_fold": None, "pad_slot_id": -1}
         with self.bench.installed():
-            dispatch.cuda_commit(self.cursors, self.cache_indices, *how)
+            dispatch.cuda_commit(self.cursors, *(order | arguments).values())
