@@ -7,8 +7,12 @@ the other.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass.cute as cute
+from cutlass.cute.runtime import make_fake_tensor
+
+from cute_kernels.dtypes import CUTLASS_DTYPE
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,16 @@ class RowTensors:
     cache_indices: cute.Tensor
     force_fold: cute.Tensor | None
     cu_seqlens: cute.Tensor | None
+
+
+@dataclass(frozen=True)
+class MoveTensors:
+    """source, destination [rows]; num_records [rows] int32. A destination is the source, and all records are meant,
+    where None."""
+
+    source: cute.Tensor
+    destination: cute.Tensor | None
+    num_records: cute.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -110,3 +124,9 @@ class StepTensors:
     inputs: InputTensors
     parameters: ParameterTensors
     out: cute.Tensor
+
+
+def fake_vector(dtype: str, extent: Any) -> Any:
+    """A packed vector to compile for."""
+    element = CUTLASS_DTYPE[dtype]
+    return make_fake_tensor(element, (extent,), (1,), assumed_align=element.width // 8)

@@ -272,7 +272,7 @@ def step_kernel(tensors: StepTensors, pad_slot: Int32, key: cutlass.Constexpr):
     shared = Shared(Int32(state.data_ptr().toint()), Int32(staging.data_ptr().toint()), barrier.data_ptr())
     if cutlass.const_expr(key.rows.pdl):
         cute.arch.griddepcontrol_wait()
-    slot = load_slot(tensors.rows, row, key.rows.index_dtype)
+    slot = load_slot(tensors.rows.cache_indices, row, key.rows.index_dtype)
     early = TokenLoads.start(tensors, key, place)
     bulk_init(thread, shared.barrier)
     cute.arch.barrier()

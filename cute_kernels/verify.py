@@ -250,7 +250,7 @@ def verify_kernel(tensors: StepTensors, total: Int32, pad_slot: Int32, key: cutl
     state, staging = Int32(state_memory.data_ptr().toint()), Int32(staging_memory.data_ptr().toint())
     if cutlass.const_expr(key.rows.pdl):
         cute.arch.griddepcontrol_wait()
-    slot = load_slot(tensors.rows, row, key.rows.index_dtype)
+    slot = load_slot(tensors.rows.cache_indices, row, key.rows.index_dtype)
     first_token, num_tokens = load_span(tensors.rows, row, shape.tokens)
     padding = is_padding(slot, pad_slot)
     if cutlass.const_expr(key.rows.has_cu_seqlens):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +29,7 @@ class Cursors:
     replay: ReplaySpec
     ring_start: Tensor
     num_committed: Tensor
-    kernels: dict[Any, Callable[..., None]] = field(default_factory=dict, init=False, repr=False)
+    launches: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.ring_start, Tensor):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,10 +34,10 @@ def cuda_commit(
     tensors = (cache_indices, cu_seqlens, num_accepted, force_fold)
     try:
         signature = (num_draft, _extra_rows(cache_indices, cu_seqlens), *map(_dtype_of, tensors))
-        kernel = cursors.kernels[signature]
+        kernel = cursors.launches[signature]
     except (AttributeError, TypeError, LookupError):
         checks.check_commit(cursors, cache_indices, num_draft, cu_seqlens, num_accepted, force_fold)
-        kernel = cursors.kernels[signature] = _commit_kernel(cursors, num_draft, *tensors)
+        kernel = cursors.launches[signature] = _commit_kernel(cursors, num_draft, *tensors)
     if cache_indices.shape[0] == 0:  # nothing to launch
         return
     if debug.DEBUG:
@@ -207,7 +207,7 @@ def _make_launch(
         ring_layout=pool.ring_layout,
         config=config,
     )
-    kernel = kernel_modules()[0].kernel(plan.key, plan.arch)
+    kernel = kernel_modules().step.kernel(plan.key, plan.arch)
     from tvm_ffi import convert
 
     return Launch(
@@ -257,7 +257,7 @@ def _commit_kernel(
     num_accepted: Tensor | None,
     force_fold: Tensor | None,
 ) -> Callable[..., None]:
-    module = kernel_modules()[1]
+    module = kernel_modules().commit
     key = module.CommitKey(
         window=cursors.replay.window,
         num_draft=num_draft if cu_seqlens is None else cursors.replay.max_draft,
@@ -278,13 +278,22 @@ def arch_of(device: torch.device) -> str:
     return arch_of_capability(torch.cuda.get_device_capability(device)).name
 
 
-def kernel_modules() -> tuple[Any, Any]:
+class KernelModules(NamedTuple):
+    """The modules of `cute_kernels` that launch."""
+
+    step: Any
+    commit: Any
+    materialize: Any
+    empty: Any
+
+
+def kernel_modules() -> KernelModules:
     """The kernel modules, which import the compiler."""
     try:
-        from cute_kernels import commit, step
+        from cute_kernels import commit, empty, materialize, step
     except ImportError as error:
         raise NotImplementedError(
             "CUDA tensors need nvidia-cutlass-dsl and apache-tvm-ffi, which do not import here; "
             "pip install 'nvidia-cutlass-dsl[cu13]>=4.8' apache-tvm-ffi, or move the tensors to the CPU"
         ) from error
-    return step, commit
+    return KernelModules(step, commit, materialize, empty)

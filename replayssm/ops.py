@@ -2,8 +2,8 @@
 
 `reset` makes slots ready and `copy_slots` copies them as they are; `flush` and `materialize` fold records, in place and
 into other slots. docs/protocol.md says which an engine calls when. Nothing here waits for the device, and nothing is
-allocated when `out` is given, so that a CUDA graph can capture `step` and `commit` once their kernels are loaded: call
-each once before, with as many rows.
+allocated when `out` is given, so that a CUDA graph can capture `step`, `commit`, `flush` and `materialize` once their
+kernels are loaded: call each once before, with as many rows, and the last two with the same pools and `A`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 
 from cute_kernels.configs import Options, RowOptions, StepConfig
-from replayssm import checks, debug, launch
+from replayssm import checks, debug, launch, model_launch
 from replayssm.cursors import Cursors
 from replayssm.inputs import Inputs
 from replayssm.plan import Plan, plan_step
@@ -176,14 +176,15 @@ def flush(cursors: Cursors, slots: Tensor, *, pools: Iterable[Pool], A: Iterable
     Raises:
         TypeError, ValueError: an argument has another type, shape, dtype, device or length than described, or a pool
             has other slots or another window or ring than the cursors.
-        NotImplementedError: CUDA tensors.
+        NotImplementedError: no kernel for a pool's geometry or this GPU, more than 65535 rows, or nvidia-cutlass-dsl is
+            missing.
     """
     checks.check_flush(cursors, slots)
     pools, rates = checks.check_model(cursors, pools, A)
     if debug.DEBUG:
         debug.check_rows(cursors, slots, -1, "slots")
     if cursors.device.type == "cuda":
-        _cuda_materialize(cursors, slots, None, None, pools, rates)
+        model_launch.cuda_materialize(cursors, slots, None, None, pools, rates)
     else:
         twin.flush(cursors, slots, pools=pools, A=rates)
 
@@ -216,32 +217,17 @@ def materialize(
     Raises:
         TypeError, ValueError: an argument has another type, shape, dtype, device or length than described, or a pool
             has other slots or another window or ring than the cursors.
-        NotImplementedError: CUDA tensors.
+        NotImplementedError: no kernel for a pool's geometry or this GPU, more than 65535 rows, or nvidia-cutlass-dsl is
+            missing.
     """
     checks.check_materialize(cursors, source, destination, num_records)
     pools, rates = checks.check_model(cursors, pools, A)
     if debug.DEBUG:
         debug.check_moves(cursors, source, destination, num_records)
     if cursors.device.type == "cuda":
-        _cuda_materialize(cursors, source, destination, num_records, pools, rates)
+        model_launch.cuda_materialize(cursors, source, destination, num_records, pools, rates)
     else:
         twin.materialize(cursors, source, destination, num_records, pools=pools, A=rates)
-
-
-def _cuda_materialize(
-    cursors: Cursors,
-    source: Tensor,
-    destination: Tensor | None,
-    num_records: Tensor | None,
-    pools: tuple[Pool, ...],
-    A: tuple[Tensor | None, ...],
-) -> None:
-    """Where the kernel goes: arguments are checked, `destination` None folds in place and `num_records` None folds all
-    that is committed. It writes checkpoints and cursors."""
-    raise NotImplementedError(
-        f"cursors: flush and materialize run on CPU tensors so far, got {cursors.device}; "
-        "a step with force_fold folds in place, or move the tensors to the CPU"
-    )
 
 
 def warmup(
@@ -256,7 +242,7 @@ def warmup(
     """Compile a layer's step and commit kernels into the disk cache; needs no GPU.
 
     These are the kernels of plain calls on the pools of `make_pool`. Calls with `force_fold`, `num_accepted` or `pdl`,
-    and pools of another layout, have kernels of their own, which their first call compiles.
+    pools of another layout, and `flush` and `materialize` have kernels of their own, which their first call compiles.
 
     Args:
         layer, replay, options: what the model decodes with.
@@ -270,7 +256,7 @@ def warmup(
     Raises:
         NotImplementedError: as `plan_step`, or nvidia-cutlass-dsl is missing.
     """
-    step_module, commit_module = launch.kernel_modules()
+    modules = launch.kernel_modules()
     from cute_kernels.compile import ensure_on_disk
 
     layout = default_ring_layout(layer)
@@ -280,9 +266,10 @@ def warmup(
         for index_dtype in index_dtypes
     }
     for plan in plans:
-        make = functools.partial(step_module.fake_arguments, plan.key)
-        ensure_on_disk(step_module.step_launch, make, plan.key, arch)
+        make = functools.partial(modules.step.fake_arguments, plan.key)
+        ensure_on_disk(modules.step.step_launch, make, plan.key, arch)
     for index_dtype in index_dtypes:
-        key = commit_module.CommitKey(replay.window, 1, index_dtype)
-        ensure_on_disk(commit_module.commit_launch, functools.partial(commit_module.fake_arguments, key), key, arch)
+        key = modules.commit.CommitKey(replay.window, 1, index_dtype)
+        make = functools.partial(modules.commit.fake_arguments, key)
+        ensure_on_disk(modules.commit.commit_launch, make, key, arch)
     return sorted(plans, key=repr)

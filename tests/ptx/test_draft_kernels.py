@@ -151,7 +151,7 @@ def test_drafts_of_any_lengths_and_commits_are_the_recurrence(kind: Recurrence) 
         totals.add(part(trace.work.inputs, "value").shape[1])
     assert trace.mistakes() == []
     assert len(totals) > 1
-    assert (len(trace.work.pool.launches), len(trace.work.cursors.kernels)) == (1, 1)
+    assert (len(trace.work.pool.launches), len(trace.work.cursors.launches)) == (1, 1)
 
 
 WRONG: dict[str, Callable[[Interpreted], object]] = {
