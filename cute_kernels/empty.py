@@ -22,14 +22,14 @@ from cute_kernels.replay.cursor import RowCursor, load_slot
 class EmptyKey:
     """Everything that one compiled kernel depends on, beside the architecture: see `materialize.MaterializeKey`."""
 
-    window: int
-    ring_capacity: int
     index_dtype: str = "int32"
     has_destination: bool = False
 
 
 @cute.kernel
-def empty_kernel(cursors: CursorTensors, rows: MoveTensors, key: cutlass.Constexpr):
+def empty_kernel(
+    cursors: CursorTensors, rows: MoveTensors, window: Int32, ring_capacity: Int32, key: cutlass.Constexpr
+):
     """One thread a row: no pending records, from row 0 on in another slot, in place from behind what was folded."""
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
@@ -41,7 +41,7 @@ def empty_kernel(cursors: CursorTensors, rows: MoveTensors, key: cutlass.Constex
         if (source >= 0) & (slot >= 0):
             start = Int32(0)
             if cutlass.const_expr(not key.has_destination):
-                cursor = RowCursor.load_prefix(cursors, slot, None, capacity=key.ring_capacity, window=key.window)
+                cursor = RowCursor.load_prefix(cursors, slot, None, capacity=ring_capacity, window=window)
                 start = cursor.physical(cursor.count)
             offset = Int64(slot) * 4
             store_words(cursors.ring_start.iterator.toint() + offset, [start])
@@ -49,9 +49,11 @@ def empty_kernel(cursors: CursorTensors, rows: MoveTensors, key: cutlass.Constex
 
 
 @cute.jit
-def empty_launch(cursors: CursorTensors, rows: MoveTensors, key: cutlass.Constexpr, stream: Any):
+def empty_launch(
+    cursors: CursorTensors, rows: MoveTensors, window: Int32, ring_capacity: Int32, key: cutlass.Constexpr, stream: Any
+):
     """Host side of the launch."""
-    empty_kernel(cursors, rows, key).launch(
+    empty_kernel(cursors, rows, window, ring_capacity, key).launch(
         grid=[(cute.size(rows.source) + THREADS - 1) // THREADS, 1, 1], block=[THREADS, 1, 1], stream=stream
     )
 
@@ -62,9 +64,9 @@ def fake_arguments(key: EmptyKey) -> tuple[Any, ...]:
     destination = fake_vector(key.index_dtype, batch) if key.has_destination else None
     rows = MoveTensors(fake_vector(key.index_dtype, batch), destination, None)
     cursors = CursorTensors(fake_vector("int32", slots), fake_vector("int32", slots))
-    return cursors, rows, key, make_fake_stream(use_tvm_ffi_env_stream=True)
+    return cursors, rows, Int32(1), Int32(1), key, make_fake_stream(use_tvm_ffi_env_stream=True)
 
 
 def kernel(key: EmptyKey, arch: str) -> Callable[..., None]:
-    """The compiled kernel: call it with (cursor tensors, row tensors)."""
+    """The compiled kernel: call it with (cursor tensors, row tensors, window, ring capacity)."""
     return compiled(empty_launch, lambda: fake_arguments(key), key, arch)

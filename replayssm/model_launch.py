@@ -39,7 +39,7 @@ class ModelLaunch:
         for kernel, table in self.layers:
             kernel(table, tensors, rows)
         source, destination, _ = rows
-        self.empty(tensors, (source, destination, None))
+        self.empty(tensors, (source, destination, None), cursors.replay.window, cursors.replay.ring_capacity)
 
 
 def cuda_materialize(
@@ -96,8 +96,7 @@ def _make_launch(
         )
         table = torch.tensor(rows, dtype=torch.int64, device=cursors.device)
         made.append((modules.materialize.kernel(key, arch), table))
-    replay = cursors.replay
-    key = modules.empty.EmptyKey(replay.window, replay.ring_capacity, dtype_name(index_dtype), has_destination)
+    key = modules.empty.EmptyKey(dtype_name(index_dtype), has_destination)
     return ModelLaunch(made, modules.empty.kernel(key, arch))
 
 

@@ -55,7 +55,7 @@ class RowCursor:
         return cls(Int64(slot), start, count, folds, Int32(capacity))
 
     @classmethod
-    def load_prefix(cls, cursors: CursorTensors, slot: Any, most: Any, *, capacity: Any, window: int) -> RowCursor:
+    def load_prefix(cls, cursors: CursorTensors, slot: Any, most: Any, *, capacity: Any, window: Any) -> RowCursor:
         """The first `most` pending records of a live slot, all when None, which fold if there are any."""
         start, count = load_cursor(cursors, slot, capacity, window)
         if most is not None:

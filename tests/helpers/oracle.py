@@ -121,15 +121,15 @@ class Work:
 
     def to(self, device: torch.device) -> Work:
         """The same step in memory of its own, with the same strides, on a device."""
-        tensors = {name: _like(getattr(self.pool, name), device) for name in NAMES}
-        inputs = self.inputs._replace(**{n: _like(t, device) for n, t in tensors_of(self.inputs).items()})
+        tensors = {name: like(getattr(self.pool, name), device) for name in NAMES}
+        inputs = self.inputs._replace(**{n: like(t, device) for n, t in tensors_of(self.inputs).items()})
         return replace(
             self,
             pool=Pool(self.pool.layer, self.pool.replay, **tensors),
             cursors=copy_cursors(self.cursors, device),
             inputs=inputs,
-            cache_indices=_like(self.cache_indices, device),
-            force_fold=None if self.force_fold is None else _like(self.force_fold, device),
+            cache_indices=like(self.cache_indices, device),
+            force_fold=None if self.force_fold is None else like(self.force_fold, device),
         )
 
     def clone(self) -> Work:
@@ -202,7 +202,7 @@ class Work:
         return [*self.pool.tensors, self.cursors.ring_start, self.cursors.num_committed]
 
 
-def _like(tensor: Tensor, device: torch.device) -> Tensor:
+def like(tensor: Tensor, device: torch.device) -> Tensor:
     """A copy with the same strides, gaps included."""
     extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     memory = torch.full((extent,), 0, dtype=tensor.dtype, device=device)

@@ -12,7 +12,6 @@ in another order, and must give the same bits. Teeth: faults put into the PTX ar
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
@@ -27,7 +26,7 @@ from tests.helpers.draw import KERNELS, AnyGiven, DeltaGiven, part
 from tests.helpers.oracle import BARE, F32, PAD, Given, Scene, Trace, busy_scene, mistakes
 from tests.helpers.tolerance import same_bytes
 from tests.ptx import recorder
-from tests.ptx.launches import Bench, Interpreted
+from tests.ptx.launches import Bench, Interpreted, swap
 from tests.ptx.machine import Mode, TroubleError
 
 pytestmark = pytest.mark.skipif(recorder.why_no_recorder() is not None, reason=str(recorder.why_no_recorder()))
@@ -234,17 +233,6 @@ def test_a_precision_errs_as_it_says(kind: Recurrence, precision: str) -> None:
 
 
 # Teeth.
-
-
-def swap(pattern: str, by: str, which: int = 0) -> Callable[[str], str]:
-    """A fault: the match number `which` of a pattern becomes something else."""
-
-    def change(ptx: str) -> str:
-        found = list(re.finditer(pattern, ptx))
-        start, end = found[which].span()
-        return ptx[:start] + found[which].expand(by) + ptx[end:]
-
-    return change
 
 
 BARRIER, STORE = r"bar\.sync\s+0;", r"@p st\.global[^;]*;"

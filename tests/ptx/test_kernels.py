@@ -28,7 +28,7 @@ from tests.helpers.draw import KERNELS, AnyGiven, DeltaGiven, part, tensors_of, 
 from tests.helpers.oracle import BARE, F32, PAD, Given, Scene, Trace, mistakes, per_token
 from tests.helpers.tolerance import same_bytes
 from tests.ptx import recorder
-from tests.ptx.launches import Bench, Interpreted
+from tests.ptx.launches import Bench, Interpreted, swap
 from tests.ptx.machine import Mode, TroubleError
 
 pytestmark = pytest.mark.skipif(recorder.why_no_recorder() is not None, reason=str(recorder.why_no_recorder()))
@@ -262,17 +262,6 @@ def test_a_commit_is_the_rule(arch: str, draft: int, index: torch.dtype) -> None
 
 
 # Teeth.
-
-
-def swap(pattern: str, by: str, which: int = 0) -> Callable[[str], str]:
-    """A fault: the match number `which` of a pattern becomes something else."""
-
-    def change(ptx: str) -> str:
-        found = list(re.finditer(pattern, ptx))
-        start, end = found[which].span()
-        return ptx[:start] + found[which].expand(by) + ptx[end:]
-
-    return change
 
 
 SHUFFLE = r"(shfl\.sync\.bfly\.b32\s+%r\d+, %r\d+)"
