@@ -22,18 +22,25 @@ import cutlass
 import torch
 from cutlass.base_dsl import compiler
 
-from cute_kernels import commit, probes, step
+from cute_kernels import commit, empty, materialize, probes, step
 from cute_kernels.arch import ARCHES
 from cute_kernels.compile import compile_only
 from cute_kernels.configs import GdnOptions, KdaOptions, Mamba2Options, Options, RowOptions
 from replayssm import plan_step
+from replayssm.model_launch import plan_fold
 from tests.helpers.cases import ODD, RELEASED, Case
 from tests.helpers.cubin import resources
 from tests.helpers.sass import disassembled, histogram
 
 PATH = Path("docs/records/resources.json")
 LAYER = Mamba2Options(dt_dtype="bfloat16", D_dtype="float32", dt_bias_dtype="float32", dt_softplus=True)
-MAX_REGISTERS = {"step": 128, "commit": 32, "probe": 128}  # a CTA has 128 threads: four of them on a multiprocessor
+MAX_REGISTERS = {
+    "step": 128,
+    "commit": 32,
+    "materialize": 128,
+    "empty": 32,
+    "probe": 128,
+}  # a CTA has 128 threads: four of them on a multiprocessor
 Row = dict[str, Any]
 
 
@@ -52,10 +59,19 @@ def _step(case: Case, options: Options = LAYER, **how: Any) -> Kernel:
     return Kernel(step.step_launch, arguments)
 
 
+def _materialize(case: Case, *how: bool) -> Kernel:
+    def arguments(arch: str) -> tuple[Any, ...]:
+        layer = plan_fold(case.layer, case.replay, arch, "int64")
+        return materialize.fake_arguments(materialize.MaterializeKey(layer, *how))
+
+    return Kernel(materialize.materialize_launch, arguments)
+
+
 def _kernels() -> dict[str, Kernel]:
     """Steps of released models with each dtype of checkpoint and each head_dim and d_state that they have, a step with
     everything that is optional, one of d_state 64 and one of full precision; of each delta rule the layer with the most
-    heads with both dtypes of checkpoint in use, and an odd one; both commits; the probes."""
+    heads with both dtypes of checkpoint in use, and an odd one; both commits; of each recurrence a flush and a
+    materialize, and the cursors behind them; the probes."""
     by_id = {case.id: case for case in (*RELEASED, *ODD)}
     steps = [
         "mamba2-HV128-G8-V64-K128-L16-T1-bf16-fp32",
@@ -85,6 +101,13 @@ def _kernels() -> dict[str, Kernel]:
         "commit-L16-T4-all": commit.CommitKey(16, 4, "int64", True, True),
     }.items():
         kernels[name] = Kernel(commit.commit_launch, lambda arch, key=key: commit.fake_arguments(key))
+    for layer in ("mamba2-HV128-G8-V64", "gdn-HV64-HK16-V128", "kda-HV96-HK96-V128"):
+        case = by_id[f"{layer}-K128-L16-T1-bf16-fp32"]
+        half = replace(case, checkpoint=torch.bfloat16)
+        kernels[f"materialize-{case.id}-flush"] = _materialize(case)
+        kernels[f"materialize-{half.id}-all"] = _materialize(half, True, True)
+    for name, key in {"flush": empty.EmptyKey(), "materialize": empty.EmptyKey("int64", True)}.items():
+        kernels[f"empty-{name}"] = Kernel(empty.empty_launch, lambda arch, key=key: empty.fake_arguments(key))
     for name, function in (("read", probes.read_tiles), ("rewrite", probes.rewrite_tiles)):
         kernels[f"probe-{name}"] = Kernel(function, lambda arch: probes.fake_arguments())
     return kernels
@@ -128,14 +151,15 @@ def dynamic_shared_bytes(host: str) -> int:
 
 def violations(row: Row) -> list[str]:
     """What no kernel may have, whatever the compiler: spills, a frame, addresses whose memory the compiler does not
-    know, atomics, an opcode of no known class, too many registers, or a step without its wide accesses."""
+    know, atomics, an opcode of no known class, too many registers, or a step or a fold without its wide accesses."""
     at, found = f"{row['kernel']} {row['arch']}", row["instructions"]
     kind = row["kernel"].partition("-")[0]
     faults = [f"{at}: a frame of {row['frame_bytes']} bytes"] if row["frame_bytes"] else []
     faults += [f"{at}: {found[name]} of {name}" for name in ("local", "generic", "atomic", "other") if name in found]
     if row["registers"] > MAX_REGISTERS[kind]:
         faults.append(f"{at}: {row['registers']} registers, at most {MAX_REGISTERS[kind]}")
-    needed = {"step": ("LDG.128", "STG.128", "LDS.128", "bulk"), "probe": ("bulk",), "commit": ()}[kind]
+    wide = ("LDG.128", "STG.128", "LDS.128", "bulk")
+    needed: tuple[str, ...] = {"step": wide, "materialize": wide, "probe": ("bulk",)}.get(kind, ())
     if row["kernel"] == "probe-rewrite":
         needed = ("LDG.128", "STG.128")
     return faults + [f"{at}: no {name}" for name in needed if name not in found]

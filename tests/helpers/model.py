@@ -25,7 +25,7 @@ SPARE_ROWS = 3  # of a ring, beside the window
 
 def fitting(case: Case, device: torch.device) -> Case:
     """The case with a state that kernels have, on a GPU; the twin takes any, and a small one is faster."""
-    return replace(case, V=64, K=64) if device.type == "cuda" else case
+    return replace(case, V=max(case.V, 64), K=max(case.K, 64)) if device.type == "cuda" else case
 
 
 @dataclass

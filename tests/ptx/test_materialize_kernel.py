@@ -80,11 +80,12 @@ def runs_of(kind: Recurrence) -> list[Run]:
         Run("sm_90a", case(kind, (1, 1, 64, 64), 5, BF16, F32), ("record_major", "strided")),
         Run("sm_103a", case(kind, (2, 1, 80, 64), 16, F32, BF16), ("head_major",), torch.int64),
         Run("sm_103a", case(kind, (1, 1, 64, 256), 1, F32, F32)),
-        Run("sm_90a", case(kind, (1, 1, 64, 128), 17, F16, F16, **odd)),
+        Run("sm_90a", case(kind, (1, 1, 64, 128), 33, F16, F16, **odd)),
     ]
 
 
 RUNS = [run for kind in RECURRENCES for run in runs_of(kind)]
+SMALL = {kind: Run("sm_90a", case(kind, (1, 1, 64, 64), 5, BF16, F32)) for kind in RECURRENCES}
 
 
 def live_of(source: Tensor, destination: Tensor, records: Tensor) -> list[Tensor]:
@@ -122,7 +123,7 @@ def test_the_grid_covers_what_it_says(kind: Recurrence) -> None:
     cases = [run.case for run in runs]
     assert {c.activation for c in cases} == {c.checkpoint for c in cases} == {F32, BF16, F16}
     assert ({c.V for c in cases}, {c.K for c in cases}) == ({64, 80}, {64, 128, 256})
-    assert {c.window for c in cases} == {1, 5, 16, 17}
+    assert {c.window for c in cases} == {1, 5, 16, 33}
     assert {c.HV // c.HK for c in cases} == {1, 2}
     assert {layout for run in runs for layout in run.layouts} == {"record_major", "head_major", "strided"}
     assert {run.index for run in runs} == {torch.int32, torch.int64}
@@ -134,7 +135,11 @@ def test_the_grid_covers_what_it_says(kind: Recurrence) -> None:
     assert bench.launches[0].grid[0] == 2 * split.case.HV
 
 
-@pytest.mark.parametrize("run", [runs_of("mamba2")[0], runs_of("gdn")[3], runs_of("kda")[0]], ids=lambda run: run.id)
+@pytest.mark.parametrize(
+    "run",
+    [SMALL["mamba2"], Run("sm_90a", case("gdn", (1, 1, 64, 64), 5, F16, F16, value_dtype=F32)), SMALL["kda"]],
+    ids=lambda run: run.id,
+)
 def test_a_flush_is_a_forced_fold_of_the_step(run: Run) -> None:
     """The same bits, in place; cursors move as by the twin, and nothing else is written."""
     model, slots = run.model, torch.tensor([1, -1, 0, 2, -7], dtype=run.index)
@@ -150,9 +155,6 @@ def test_a_flush_is_a_forced_fold_of_the_step(run: Run) -> None:
         want.pools[i].checkpoint[live] = pool.checkpoint[live]
     assert flushed.same_as(want)
     assert not same_bytes(flushed.pools[0].checkpoint[live[:1]], model.pools[0].checkpoint[live[:1]])
-
-
-SMALL = {kind: Run("sm_90a", case(kind, (1, 1, 64, 64), 5, BF16, F32)) for kind in RECURRENCES}
 
 
 @each_kind
