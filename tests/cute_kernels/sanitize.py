@@ -18,8 +18,6 @@ from dataclasses import replace
 import torch
 
 from cute_kernels.configs import StepConfig
-from replayssm.spec import RECURRENCES
-from tests.helpers.cases import Case
 from tests.helpers.draw import BASES
 from tests.helpers.model import Model, model_of
 from tests.helpers.oracle import BARE, BASE, F32, Scene, Work, busy_scene
@@ -62,12 +60,12 @@ def run(work: Work, options: dict[str, object]) -> None:
 
 
 FOLDS = {
-    f"{kind}, {name}": Case(kind, 4, 2, 64, 64, **change)
-    for kind in RECURRENCES
+    f"{kind}, {name}": replace(case, **change)
+    for kind, case in BASES.items()
     for name, change in (
-        ("window 5", {"window": 5}),
-        ("fp16 state", {"checkpoint": HALF, "activation": HALF}),
-        ("two CTAs a head, window 33", {"V": 128, "K": 128, "window": 33, "activation": F32}),
+        ("folds", {}),
+        ("folds of fp16 state", {"checkpoint": HALF, "activation": HALF}),
+        ("folds, two CTAs a head, window 33", {"V": 128, "K": 128, "window": 33, "activation": F32}),
     )
 }
 
