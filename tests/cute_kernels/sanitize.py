@@ -5,10 +5,11 @@
 
 Every step mixes rows that read, rows that fold, rows that are forced to, and padding. One case for each way that the
 step is built: whole heads and heads shared by several CTAs, a window of one pass and of many, 16-bit and 32-bit state
-and activations, every optional input and none, packed and strided rings, dependent launches. `commit` with and without
-its optional arguments. `materialize` with and without numbers of records, and `flush`, of rows with and without records
-and padding, in three layers of two geometries. Numbers are compared by `tests/cute_kernels/test_step.py` and
-`tests/test_materialize.py`.
+and activations, every optional input and none, packed and strided rings, dependent launches; several tokens, in one
+block of a matrix instruction and in two, and rows of different numbers of them. `commit` with and without its optional
+arguments. `materialize` with and without numbers of records, and `flush`, of rows with and without records and padding,
+in three layers of two geometries. Numbers are compared by `tests/cute_kernels/test_step.py`, `tests/test_drafts.py`,
+`tests/test_ragged.py` and `tests/test_materialize.py`.
 """
 
 from __future__ import annotations
@@ -45,6 +46,19 @@ STEPS: dict[str, tuple[Scene, dict[str, object]]] = {
             (", fp32", {"activation": F32}, {}),
             (", two CTAs a head, window 33", {"window": 33, "checkpoint": HALF}, {"config": StepConfig(split=2)}),
             (", float records", {"value_dtype": F32}, {"pdl": True}),
+        )
+    },
+    **{
+        f"{kind}, {case.T} tokens{name}": (busy_scene(case), options)
+        for kind, base in BASES.items()
+        for name, case, options in (
+            ("", replace(base, T=4), {"pdl": True}),
+            (", fp32", replace(base, T=3, activation=F32), {}),
+            (
+                ", two CTAs a head, window 33",
+                replace(base, T=16, window=33, checkpoint=HALF),
+                {"config": StepConfig(split=2, precision="tf32")},
+            ),
         )
     },
 }
