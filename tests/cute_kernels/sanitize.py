@@ -21,7 +21,7 @@ import torch
 from cute_kernels.configs import StepConfig
 from tests.helpers.draw import BASES
 from tests.helpers.model import Model, model_of
-from tests.helpers.oracle import BARE, BASE, F32, Scene, Work, busy_scene
+from tests.helpers.oracle import BARE, BASE, F32, Scene, Work, busy_scene, ragged
 
 HALF = torch.float16
 STEPS: dict[str, tuple[Scene, dict[str, object]]] = {
@@ -61,6 +61,7 @@ STEPS: dict[str, tuple[Scene, dict[str, object]]] = {
             ),
         )
     },
+    **{f"{kind}, up to 4 tokens": (ragged(busy_scene(replace(base, T=4))), {}) for kind, base in BASES.items()},
 }
 
 

@@ -44,7 +44,8 @@ from tests.helpers.draw import (
 from tests.helpers.tolerance import excess, same_bytes
 
 __all__ = ["ALL", "BARE", "BASE", "BASES", "F32", "F64", "NAMES", "PAD", "Given", "Scene", "Trace", "Work",
-           "busy_counts", "busy_scene", "make_inputs", "mistakes", "packed", "per_token", "random_pool"]  # fmt: skip
+           "busy_counts", "busy_scene", "make_inputs", "mistakes", "packed", "per_token", "ragged",
+           "random_pool"]  # fmt: skip
 PAD = -1  # in `Scene.counts`: the row is padding
 NAMES = ("checkpoint", "value", "key", "decay")
 
@@ -294,6 +295,11 @@ def _appended(works: tuple[Work, Work, Work], given: Work) -> list[str]:
             findings.append(f"{name}: the appended record is not the input")
         getattr(given.pool, name)[slots, :, places] = got
     return findings
+
+
+def ragged(scene: Scene) -> Scene:
+    """The same step with 0 to T tokens a row."""
+    return replace(scene, lengths=tuple((i + 1) % (scene.case.T + 1) for i in range(len(scene.counts))))
 
 
 def packed(inputs: Any, lengths: Tensor) -> Any:

@@ -12,6 +12,7 @@ in another order, and must give the same bits. Teeth: faults put into the PTX ar
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
@@ -23,7 +24,7 @@ from cute_kernels.configs import RingLayout, StepConfig
 from replayssm.spec import Recurrence
 from tests.helpers.cases import Case
 from tests.helpers.draw import KERNELS, AnyGiven, DeltaGiven, part
-from tests.helpers.oracle import BARE, F32, PAD, Given, Scene, Trace, busy_scene, mistakes
+from tests.helpers.oracle import BARE, F32, PAD, Given, Scene, Trace, busy_scene, mistakes, ragged
 from tests.helpers.tolerance import same_bytes
 from tests.ptx import recorder
 from tests.ptx.launches import Bench, Interpreted, swap
@@ -53,10 +54,7 @@ class Run:
     @property
     def scene(self) -> Scene:
         scene = busy_scene(self.case, given=self.given, ring_layout=self.layout, index_dtype=self.index)
-        if not self.ragged:
-            return scene
-        lengths = tuple((i + 1) % (self.case.T + 1) for i in range(len(scene.counts)))
-        return replace(scene, lengths=lengths)
+        return ragged(scene) if self.ragged else scene
 
 
 def case(kind: Recurrence, sizes: tuple[int, int, int, int], window: int, T: int, *dtypes: torch.dtype) -> Case:
