@@ -11,9 +11,10 @@ For each layer, checkpoint dtype, window, number of tokens T a row and batch:
   what decoding without replay moves, with several what folding at each commit does, by the same kernel;
 * nonflush_z: as nonflush, with the output gate (Mamba-2, largest batch only);
 * average: of a step in the long run, derived: (1 - f) nonflush + f flush where rows fold by themselves and a share f of
-  them does, each of the two brought to the records that rows then hold, by its bytes. A batch takes longer where rows
-  that fold and rows that read get in each other's way: that is what mixed measures. (15 nonflush + 1 flush) / 16 for
-  one token and a window of 16. Also how many times faster than plain, and the time for each token that stays;
+  them does, each of the two brought to the records that rows then hold, by the least time of their bytes. A batch
+  takes longer where rows that fold and rows that read get in each other's way: that is what mixed measures. (15
+  nonflush + 1 flush) / 16 for one token and a window of 16. Also how many times faster than plain, and the time for
+  each token that stays;
 * read: as many bytes as nonflush moves, read by the probe: the floor at a small batch, where the launch weighs more
   than the bytes.
 
@@ -326,11 +327,11 @@ def average_entry(
     if not {"nonflush", "flush"} <= set(entries):
         return None
     case = cases["nonflush"]
-    over = {what: entries[what]["median_us"] / cases[what].limit_us(rates) for what in ("nonflush", "flush")}
+    beyond = {what: entries[what]["median_us"] - cases[what].limit_us(rates) for what in ("nonflush", "flush")}
     median = limit = num_bytes = 0.0
     for place in case.positions:
         traffic = case.traffic(place.records, case.rows)
-        median += place.share * over["flush" if place.folds else "nonflush"] * rates.limit_us(traffic)
+        median += place.share * (beyond["flush" if place.folds else "nonflush"] + rates.limit_us(traffic))
         limit += place.share * rates.limit_us(traffic)
         num_bytes += place.share * traffic.total_bytes
     measured: dict[str, Any] = {

@@ -182,17 +182,17 @@ def test_average_of_several_tokens_that_all_stay(tokens: int, share: float) -> N
 
 
 def test_average_brings_each_time_to_the_records_that_rows_hold() -> None:
-    """Steps at 1.1 and 1.2 times their limits stay there, whatever rows hold: the average is over the bytes of all."""
+    """Steps that take 10 and 20 us beyond their limits do so whatever rows hold: all of their bytes are averaged."""
     sizes = {"tokens": 8, "accepted": 4.0, "window": 32}
     cases = {what: case(what, **sizes) for what in ("nonflush", "flush")}
     limits = {what: one.limit_us(NOMINAL_H200) for what, one in cases.items()}
-    average = average_of(1.1 * limits["nonflush"], 1.2 * limits["flush"], **sizes)
+    average = average_of(limits["nonflush"] + 10, limits["flush"] + 20, **sizes)
     expected = 0.0
     for place in cases["nonflush"].positions:
         us = NOMINAL_H200.limit_us(cases["nonflush"].traffic(place.records, 256))
-        expected += place.share * us * (1.2 if place.folds else 1.1)
+        expected += place.share * (us + (20 if place.folds else 10))
     assert average["median_us"] == pytest.approx(expected)
-    assert 1.1 < average["ratio"] < 1.2
+    assert average["median_us"] - average["limit_us"] == pytest.approx(10 * (1 + average["fold_share"]))
     mean = sum(place.share * place.records for place in cases["nonflush"].positions if not place.folds)
     assert mean / (1 - average["fold_share"]) > 10  # teeth: rows hold more than the 8 records of nonflush
 
