@@ -272,8 +272,8 @@ def faults(kind: Recurrence) -> dict[str, Fault]:
         "no wait of a copy": (swap(WAIT, "", 1), UNORDERED),
         "no mbarrier": (swap(r"mbarrier\.init\S+\s+[^;]*;", ""), "mbarrier"),
         "no fence behind the mbarrier": (swap(r"fence\.mbarrier_init\S*;", ""), "missing_fence"),
-        "a ring one row too long": (swap(r"(setp\.gt\.s32\s+%p\d+, %r\d+), 7;", r"\1, 8;", -1), ASTRAY),
-        "the number of records not read": (swap(r"min\.relu\.s32(\s+%r\d+, %r\d+), %r\d+;", r"mov.b32\1;"), WRONG),
+        "a ring one row too long": (swap(r"(add\.s32\s+%r\d+, %r\d+), -8;", r"\1, -9;", -1), ASTRAY),
+        "the number of records not read": (swap(r"min\.u32(\s+%r\d+, %r\d+), %r\d+;", r"mov.b32\1;"), WRONG),
         "the first layer for all": (swap(r"%ctaid\.z", "0"), WRONG),
         "a layer's keys for its values": (swap(r"(v2\.b64 [^;]*)\+32\]", r"\1+64]"), ASTRAY),
         "a stride by slot forgotten": (
