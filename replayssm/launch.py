@@ -15,7 +15,8 @@ from cute_kernels.configs import GdnOptions, KdaOptions, Mamba2Options, Options,
 from replayssm import checks, debug
 from replayssm.cursors import Cursors
 from replayssm.inputs import GdnInputs, Inputs, KdaInputs, Mamba2Inputs
-from replayssm.plan import dtype_name, plan_step
+from replayssm.keys import dtype_name
+from replayssm.plan import plan_step
 from replayssm.pool import Pool
 
 MAX_ROWS = 65535  # rows lie along the grid's y axis

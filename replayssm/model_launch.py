@@ -13,15 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cute_kernels.configs import GdnOptions, KdaOptions, Mamba2Options, Options, RowOptions, StepKey
+from cute_kernels.configs import RowOptions, StepKey
 from replayssm import launch
 from replayssm.cursors import Cursors
-from replayssm.plan import dtype_name, plan_step
+from replayssm.keys import ANY_OPTIONS, dtype_name
+from replayssm.plan import plan_step
 from replayssm.pool import Pool
-from replayssm.spec import LayerSpec, Recurrence, ReplaySpec
+from replayssm.spec import LayerSpec, ReplaySpec
 
-# A fold depends on the recurrence; what these say of a step's inputs reaches no record.
-OPTIONS: dict[Recurrence, Options] = {"mamba2": Mamba2Options(), "gdn": GdnOptions(1.0), "kda": KdaOptions(1.0)}
 Row = tuple[int, ...]
 Geometry = tuple[LayerSpec, ReplaySpec]
 Rows = tuple[Tensor, Tensor | None, Tensor | None]  # source, destination, num_records
@@ -109,7 +108,7 @@ def plan_fold(layer: LayerSpec, replay: ReplaySpec, arch: str, index_dtype: str)
     plan = plan_step(
         layer,
         replay,
-        OPTIONS[layer.recurrence],
+        ANY_OPTIONS[layer.recurrence],
         arch=arch,
         batch=1,
         num_tokens=0,

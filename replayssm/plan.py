@@ -1,22 +1,16 @@
 """How a step will run: pure functions of integers and names that return one printable object.
 
-The configuration is what the caller passed (`source="explicit"`), else a rule of thumb for the shape and the batch
-(`source="heuristic"`).
+The configuration is what the caller passed (`source="explicit"`), else what a tuned table holds for the shape ("user"
+or "shipped", `replayssm.tuned`), else a rule of thumb ("heuristic").
 """
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from typing import Literal
-
-import torch
 
 from cute_kernels.arch import ARCHES
 from cute_kernels.configs import (
-    GdnOptions,
-    KdaOptions,
-    Mamba2Options,
     Options,
     RingLayout,
     RowOptions,
@@ -25,11 +19,11 @@ from cute_kernels.configs import (
     heuristic_config,
     invalid_reason,
 )
+from replayssm import tuned
+from replayssm.keys import ANY_OPTIONS, DEFAULT_ROWS, step_key
 from replayssm.spec import LayerSpec, ReplaySpec
 
-Source = Literal["explicit", "heuristic"]
-DEFAULT_ROWS = RowOptions()
-OPTIONS: dict[str, type] = {"mamba2": Mamba2Options, "gdn": GdnOptions, "kda": KdaOptions}
+OPTIONS: dict[str, type] = {recurrence: type(options) for recurrence, options in ANY_OPTIONS.items()}
 
 
 @dataclass(frozen=True)
@@ -38,15 +32,9 @@ class Plan:
 
     key: StepKey
     arch: str
-    source: Source
+    source: tuned.Source
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype as the kernels know it, e.g. "bfloat16"."""
-    return str(dtype).removeprefix("torch.")
-
-
-@functools.cache
 def plan_step(
     layer: LayerSpec,
     replay: ReplaySpec,
@@ -64,37 +52,45 @@ def plan_step(
     Args:
         options: which optional tensors the layer has, and dtypes.
         arch: "sm_90a", "sm_100a" or "sm_103a".
-        batch: rows of the step; no shape that was measured wants another plan at another batch.
+        batch: rows of the step; batches up to the same power of two share a plan.
         rows: how the step is called.
         ring_layout: of the pool: "record_major", "head_major" or "strided".
         config: launch parameters, or None to have them chosen.
 
     Raises:
         NotImplementedError: no kernel exists for this layer; the message names the limit.
+        TunedTableError, OSError: the file that `REPLAYSSM_TUNED` names cannot be used.
     """
+    return _planned(layer, replay, options, arch, tuned.bucket(batch), num_tokens, rows, ring_layout, config)
+
+
+@functools.cache
+def _planned(
+    layer: LayerSpec,
+    replay: ReplaySpec,
+    options: Options,
+    arch: str,
+    batch: int,
+    num_tokens: int,
+    rows: RowOptions,
+    ring_layout: RingLayout,
+    config: StepConfig | None,
+) -> Plan:
     if not isinstance(options, OPTIONS[layer.recurrence]):
         raise TypeError(f"options: expected {OPTIONS[layer.recurrence].__name__}, got {type(options).__name__}")
-    key = StepKey(
-        num_v_heads=layer.num_v_heads,
-        num_k_heads=layer.num_k_heads,
-        head_dim=layer.head_dim,
-        d_state=layer.d_state,
-        window=replay.window,
-        ring_capacity=replay.ring_capacity,
-        ring_layout=ring_layout,
-        checkpoint_dtype=dtype_name(replay.checkpoint_dtype),
-        activation_dtype=dtype_name(replay.activation_dtype),
-        options=options,
-        config=config or StepConfig(),
-        rows=rows,
-        value_dtype=None if replay.value_dtype is None else dtype_name(replay.value_dtype),
-        decay_dtype=dtype_name(replay.decay_dtype),
-        num_tokens=num_tokens,
-    )
-    source: Source = "explicit"
+    key = step_key(layer, replay, options, num_tokens=num_tokens, rows=rows, ring_layout=ring_layout, config=config)
+    source: tuned.Source = "explicit"
     if config is None:
-        chosen = heuristic_config(key, batch, ARCHES[arch])
-        key, source = replace(key, config=chosen or StepConfig()), "heuristic"
+        chosen, source = heuristic_config(key, batch, ARCHES[arch]) or StepConfig(), "heuristic"
+        # One token of rows that may have none runs the kernel of several, for which no table was measured.
+        found = (
+            None
+            if key.drafts and num_tokens == 1
+            else tuned.find(layer, replay, num_tokens=num_tokens, batch=batch, arch=arch)
+        )
+        if found:
+            chosen, source = replace(chosen, **found.choice.parameters), found.source
+        key = replace(key, config=chosen)
     if reason := invalid_reason(key, ARCHES[arch]):
         raise NotImplementedError(reason)
     return Plan(key, arch, source)

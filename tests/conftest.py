@@ -1,4 +1,4 @@
-"""What each test gets: one thread, a fixed seed, poisoned memory, a kernel cache apart, a GPU or the reason why not."""
+"""What each test gets: one thread, a fixed seed, poisoned memory, no cache or tables of the user, a GPU or why not."""
 
 from __future__ import annotations
 
@@ -77,6 +77,15 @@ def _kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "kernels"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("REPLAYSSM_CACHE", str(folder))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_tables_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Plan with what the package ships, whatever the user has tuned."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("REPLAYSSM_TUNED", raising=False)
+        patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
         yield
 
 

@@ -51,3 +51,8 @@ def test_property_tests_may_use_the_device(device: torch.device, size: int) -> N
 
 def test_one_thread_a_worker() -> None:
     assert torch.get_num_threads() == 1
+
+
+def test_tables_of_the_user_are_not_read(tmp_path_factory: pytest.TempPathFactory) -> None:
+    assert "REPLAYSSM_TUNED" not in os.environ
+    assert Path(os.environ["XDG_CONFIG_HOME"]).is_relative_to(tmp_path_factory.getbasetemp())

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from replayssm.plan import dtype_name
+from replayssm.keys import dtype_name
 from replayssm.pool import RingLayout
 from replayssm.spec import Recurrence, ReplaySpec
 from tuning.acceptance import Position, acceptance, fold_share, positions, spread

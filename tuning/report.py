@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Column, Table
 
-from replayssm.plan import dtype_name
+from replayssm.keys import dtype_name
 from replayssm.pool import bytes_per_slot
 from replayssm.spec import MAX_DRAFT, ReplaySpec
 from tuning.matrix import Group, Subject

@@ -51,8 +51,9 @@ from torch import Tensor, nn
 from replayssm.integrations.transformers_cache import commit_after_forward, records_of, verification_of
 from replayssm.integrations.transformers_layers import FAMILIES, Family
 from replayssm.integrations.transformers_speculative import Propose, Statistics, decode, prompt_lookup
+from replayssm.keys import dtype_name
 from replayssm.launch import arch_of
-from replayssm.plan import dtype_name, plan_step
+from replayssm.plan import plan_step
 from replayssm.pool import make_pool
 from replayssm.spec import LayerSpec, ReplaySpec
 
