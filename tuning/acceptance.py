@@ -11,7 +11,8 @@ import functools
 import math
 import random
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -39,6 +40,21 @@ def acceptance(num_tokens: int, mean: float) -> tuple[float, ...]:
             high = chance
     chance = 0.0 if mean == 1 else 1.0 if mean == num_tokens else high
     return (0.0, *(chance ** (a - 1) * (1 - chance) for a in range(1, num_tokens)), chance ** (num_tokens - 1))
+
+
+def observed(counts: Iterable[int], num_tokens: int) -> tuple[float, ...]:
+    """The probability that 0, 1, .. T of T tokens stay, as a trace has it.
+
+    Args:
+        counts: tokens that stayed, of each row and step.
+
+    Raises:
+        ValueError: no counts, one that is not 0 to `num_tokens`, or nothing but 0.
+    """
+    seen = Counter(counts)
+    if not set(seen) <= set(range(num_tokens + 1)) or not any(seen):
+        raise ValueError(f"trace: expected counts of 0 to {num_tokens}, some of them above 0, got {sorted(seen)}")
+    return tuple(seen[kept] / seen.total() for kept in range(num_tokens + 1))
 
 
 @dataclass(frozen=True)
