@@ -1,6 +1,7 @@
-"""The JSON record of a run: device, date, versions, protocol, and one entry for each thing measured.
+"""What runs leave on disk: the JSON record of a benchmark, and the journal and lock of a tuner.
 
-The file is rewritten whole after each entry, so a run that is cut off leaves a valid record of what it did.
+A record has device, date, versions, protocol, and one entry for each thing measured. It is rewritten whole after each
+entry, so a run that is cut off leaves a valid record of what it did.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -83,11 +84,95 @@ class Record:
         """Write the file; a reader sees the old one or the new one, never a part."""
         if self._path is None:
             return
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        draft = self._path.with_name(f"{self._path.name}.{os.getpid()}.draft")
+        write_json(self._path, {**self.header, "entries": self.entries})
+
+
+def write_json(path: Path, data: Mapping[str, Any]) -> None:
+    """Write a file; a reader sees the old one or the new one, never a part.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f"{path.name}.{os.getpid()}.draft")
+    try:
+        draft.write_text(json.dumps(data, indent=1) + "\n")
+        os.replace(draft, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            draft.unlink()
+
+
+class BusyError(Exception):
+    """Another process has the lock; the message says which and what to do."""
+
+
+@contextlib.contextmanager
+def lock(path: Path) -> Iterator[None]:
+    """Hold `path` for this process, by a lock on a file beside it that ends with the process, however it ends.
+
+    Raises:
+        BusyError: another process holds it.
+        OSError: the folder cannot be written.
+    """
+    import fcntl  # not on every system on which the other commands run
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_name(f"{path.name}.lock").open("a+") as held:
         try:
-            draft.write_text(json.dumps({**self.header, "entries": self.entries}, indent=1) + "\n")
-            os.replace(draft, self._path)
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                draft.unlink()
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            held.seek(0)
+            owner = held.read().strip() or "unknown"
+            raise BusyError(
+                f"{path}: another tuner (process {owner}) writes it; wait for its end, or name another file with --out"
+            ) from None
+        held.truncate(0)
+        held.write(f"{os.getpid()}\n")
+        held.flush()
+        yield
+
+
+class Journal:
+    """Finished pieces of work on disk, one a line, so that a run that is cut off goes on where it was.
+
+    Args:
+        path: made with the first piece; None keeps them in memory only.
+        facts: of the run; pieces that other facts hold for are not taken up.
+    """
+
+    def __init__(self, path: Path | None, facts: Mapping[str, Any]) -> None:
+        self._path, self._facts = path, json.dumps(facts, sort_keys=True)
+        self._done: dict[str, Any] = {}
+        self.unusable = 0  # lines that are torn or of another run
+        for line in path.read_text(encoding="utf-8").splitlines() if path is not None and path.exists() else ():
+            try:
+                piece = json.loads(line)
+                if piece["facts"] != self._facts:
+                    raise ValueError
+                self._done[piece["work"]] = piece["found"]
+            except (ValueError, KeyError, TypeError):
+                self.unusable += 1
+
+    def get(self, work: Mapping[str, Any]) -> Any:
+        """What was found for a piece of work, or None if it is not done."""
+        return self._done.get(json.dumps(work, sort_keys=True))
+
+    def add(self, work: Mapping[str, Any], found: Any) -> None:
+        """Note a finished piece; it is on disk when this returns."""
+        name = json.dumps(work, sort_keys=True)
+        self._done[name] = found
+        if self._path is None:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a", encoding="utf-8") as journal:
+            if journal.tell() and not self._path.read_bytes().endswith(b"\n"):
+                journal.write("\n")  # behind a line that a crash tore
+            journal.write(json.dumps({"facts": self._facts, "work": name, "found": found}) + "\n")
+            journal.flush()
+            os.fsync(journal.fileno())
+
+    def remove(self) -> None:
+        """Forget the run: its results are where they belong."""
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
