@@ -72,10 +72,10 @@ class Result:
         others = {name: timing.median_us for name, timing in self._timed.items() if name != self.winner}
         return min(others, key=lambda name: others[name]) if others else None
 
-    @property
-    def is_noisy(self) -> bool:
-        """Whether the winner's samples spread so wide that something else must use the device."""
-        return self.timing.p90_us - self.timing.p10_us > WIDE_SPREAD * self.timing.median_us
+
+def is_noisy(median_us: float, p10_us: float | None, p90_us: float | None) -> bool:
+    """Whether samples spread so wide that something else must use the device."""
+    return p10_us is not None and p90_us is not None and p90_us - p10_us > WIDE_SPREAD * median_us
 
 
 def bounds(samples: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, float]:

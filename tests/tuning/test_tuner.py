@@ -1,0 +1,210 @@
+"""Tuning a device from end to end, with times that are written down: what wins is what the table says, and it is right.
+
+Layers are small, so that the torch twin can be their kernel and the gates are real. A run that is cut off, a candidate
+that is wrong, one that does not compile and a table of another device each end as they must.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cute_kernels.arch import ARCHES
+from cute_kernels.configs import StepKey
+from replayssm import LayerSpec, ReplaySpec
+from replayssm.tuned import Choice, Table, read_table
+from tests.helpers.scripted import ScriptedSteps
+from tuning import tuner
+from tuning.roofline import NOMINAL_H200
+from tuning.search import FIRST_DROP
+from tuning.shapes import ModelShape, lookup
+from tuning.space import candidates
+from tuning.store import Journal, write_json
+from tuning.tuner import Field, Job, Tuner, choice_of, jobs_of, launched_key, merged
+
+SMALL = ModelShape("small", LayerSpec("mamba2", 2, 1, 64, 64), None, "made for this test")
+KDA = ModelShape("small-kda", LayerSpec("kda", 1, 1, 64, 64), None, "made for this test", lower_bound=-5.0)
+REPLAY = ReplaySpec(window=4)
+HEADER = Table("NVIDIA H200", "sm_90a", "measured", {"cutlass_dsl": "4.8.1"}, "scripted", {})
+BEST = (2, 16)
+
+
+def fields(*batches: int, shape: ModelShape = SMALL, replay: ReplaySpec = REPLAY) -> list[Field]:
+    return [Field.of(job, "sm_90a", None) for job in jobs_of([shape], [replay], batches)]
+
+
+def tune(steps: ScriptedSteps, todo: list[Field], journal: Journal | None = None, **more: Any) -> dict[Job, Choice]:
+    made = Tuner(steps.machine(), journal or Journal(None, {}), steps.step, **more)
+    return made.run(todo, lambda field, choice: None)
+
+
+@pytest.mark.parametrize("shape", [SMALL, KDA], ids=lambda shape: shape.name)
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_the_fastest_right_candidate_is_chosen(shape: ModelShape, tokens: int) -> None:
+    steps = ScriptedSteps({BEST: 50.0, (1, 16): 40.0, (4, 4): 60.0}, wrong=frozenset({(1, 16)}))
+    todo = fields(2, 32, shape=shape, replay=ReplaySpec(window=4, max_draft=tokens))
+    assert {c.name for c in todo[0].tried} >= {"split 2, fold_values 16", "split 1, fold_values 16"}
+    choices = tune(steps, todo)
+    assert [choice.parameters for choice in choices.values()] == [{"split": 2, "fold_values": 16}] * 2
+    assert (1, 16) not in steps.sampled
+    assert {(1, 16), BEST} <= set(steps.launched)  # it was made and refused
+    for job, choice in choices.items():
+        assert choice.median_us == pytest.approx(sum(s * (100 if c.what == "flush" else 50) for c, s in job.cases))
+        assert choice.runner_up == {"split": 4, "fold_values": 4}
+
+
+def test_small_batches_weigh_the_steps_and_large_ones_mix_them() -> None:
+    small, large = (job for job in jobs_of([SMALL], [REPLAY], [2, 32]))
+    assert [(case.what, share) for case, share in small.cases] == [("nonflush", 0.75), ("flush", 0.25)]
+    assert [(case.what, share) for case, share in large.cases] == [("mixed", 1.0)]
+    (always,) = jobs_of([SMALL], [ReplaySpec(window=1)], [2])
+    assert [case.what for case, _ in always.cases] == ["mixed"]
+    assert small.num_bytes == sum(share * case.num_bytes for case, share in small.cases)
+    assert small.limit_us(NOMINAL_H200) == sum(share * case.limit_us(NOMINAL_H200) for case, share in small.cases)
+
+
+def test_jobs_are_entries_of_a_table() -> None:
+    """Two names of one layer are one entry; a batch that no table holds is refused."""
+    twins = [lookup("nemotron-3-super"), replace(lookup("nemotron-3-super"), name="another")]
+    assert len(jobs_of(twins, [REPLAY], [1, 8])) == 2
+    with pytest.raises(ValueError, match=r"powers of two.*\[12\]"):
+        jobs_of([SMALL], [REPLAY], [8, 12])
+    with pytest.raises(ValueError, match="a mean of 1 to 1"):
+        jobs_of([SMALL], [REPLAY], [8], 2.0)
+
+
+def test_outclassed_candidates_are_told_apart() -> None:
+    (job,) = jobs_of([lookup("nemotron-3-super")], [ReplaySpec()], [256])
+    field = Field.of(job, "sm_90a", 132)
+    assert field.pruned
+    assert {*field.tried, *field.pruned} == set(candidates(job.target, 256, ARCHES["sm_90a"]))
+    assert Field.of(job, "sm_90a", None).pruned == ()
+
+
+def test_a_run_that_was_cut_off_goes_on(tmp_path: Path) -> None:
+    """What was finished is not run again, and what was not is; other candidates are another job."""
+    path, seen = tmp_path / "journal", []
+
+    def interrupt(field: Field, choice: object) -> None:
+        seen.append(field.job.rows)
+        if field.job.rows == 2:
+            raise KeyboardInterrupt
+
+    steps = ScriptedSteps({BEST: 50.0})
+    with pytest.raises(KeyboardInterrupt):
+        Tuner(steps.machine(), Journal(path, {}), steps.step).run(fields(1, 2, 4), interrupt)
+    assert seen == [1, 2]
+    again = ScriptedSteps({BEST: 50.0})
+    choices = tune(again, fields(1, 2, 4), Journal(path, {}))
+    assert [job.rows for job in choices] == [1, 2, 4]
+    tried = len(fields(1)[0].tried)
+    assert 0 < len(again.sampled) <= 2 * tried * 43  # of one job
+    assert choices == tune(ScriptedSteps({BEST: 50.0}), fields(1, 2, 4))
+    fewer = [replace(field, tried=field.tried[:2]) for field in fields(1)]
+    tune(last := ScriptedSteps(), fewer, Journal(path, {}))
+    assert last.sampled
+
+
+def test_a_job_of_which_all_candidates_are_wrong_has_no_choice() -> None:
+    todo = fields(1, 2)
+    every = frozenset((c.config.split, c.config.fold_values) for c in todo[0].tried)
+    told: list[object] = []
+    steps = ScriptedSteps(wrong=every)
+    choices = Tuner(steps.machine(), Journal(None, {}), steps.step).run(todo, lambda field, said: told.append(said))
+    assert choices == {}
+    assert not steps.sampled
+    assert all("gate failed: output" in str(said) for said in told)
+    assert len(told) == 2
+
+
+class Recording(ThreadPoolExecutor):
+    """Notes what it was asked to do."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.asked: list[StepKey] = []
+
+    def submit(self, function: Any, key: StepKey, *rest: Any) -> Any:  # type: ignore[override]
+        self.asked.append(key)
+        return super().submit(function, key, *rest)
+
+
+def test_kernels_are_compiled_ahead_once_each() -> None:
+    """In the order in which they are timed; one that does not compile is refused with the reason."""
+
+    def compile_one(key: StepKey, arch: str) -> None:
+        assert arch == "sm_90a"
+        if (key.config.split, key.config.fold_values) == BEST:
+            raise RuntimeError("ptxas: out of registers")
+
+    steps, todo = ScriptedSteps({BEST: 50.0, (4, 16): 60.0}), fields(1, 2)
+    executor: Executor
+    with Recording() as executor:
+        choices = tune(steps, todo, executor=executor, compile_one=compile_one)
+        assert executor.asked == [launched_key(todo[0].job, c) for c in todo[0].tried]
+    assert BEST not in steps.launched
+    assert {tuple(choice.parameters.values()) for choice in choices.values()} != {BEST}
+
+
+def test_the_key_that_is_compiled_is_the_one_that_a_step_asks_for(monkeypatch) -> None:
+    """By the plan of the workload's own inputs, pool and indices."""
+    from replayssm import plan_step
+    from replayssm.launch import options_of
+    from tuning import workload
+
+    for shape in (SMALL, KDA, replace(SMALL, layer=LayerSpec("gdn", 4, 2, 64, 64))):
+        (field,) = fields(2, shape=shape, replay=ReplaySpec(window=4, max_draft=2))
+        arena = workload.Arena(workload.arena_bytes(shape.layer, (field.job.replay,), 2), "cpu")
+        layout = tuner.default_ring_layout(shape.layer)
+        (pool,) = workload.make_pools(arena, shape.layer, (field.job.replay,), 2, ring_layout=layout)
+        inputs = workload.make_inputs(shape, 2, dtype=field.job.replay.activation_dtype, device="cpu", num_tokens=2)
+        asked = plan_step(
+            pool.layer, pool.replay, options_of(inputs), arch="sm_90a", batch=2, num_tokens=2,
+            ring_layout=pool.ring_layout, config=field.tried[-1].config,
+        )  # fmt: skip
+        assert asked.key == launched_key(field.job, field.tried[-1])
+
+
+def test_one_choice_by_itself_is_timed_behind_its_gate() -> None:
+    (field,) = fields(32)
+    steps = ScriptedSteps({BEST: 50.0})
+    (best,) = [c for c in field.tried if c.name == "split 2, fold_values 16"]
+    result = Tuner(steps.machine(), Journal(None, {}), steps.step).time_choice(field.job, best)
+    assert result.timing.median_us == 50.0
+    assert steps.sampled == [BEST] * (3 + FIRST_DROP)
+    assert choice_of(replace(field, tried=(best,)), result).runner_up is None
+
+
+def test_tables_are_merged_entry_by_entry(tmp_path: Path) -> None:
+    first, second = (job for job in jobs_of([SMALL], [REPLAY], [1, 8]))
+    old, new = Choice({"split": 1, "fold_values": 16}, 9.0), Choice({"split": 2, "fold_values": 16}, 8.0)
+    base = merged(None, {first: old, second: old}, HEADER)
+    table = merged(base, {second: new}, HEADER)
+    assert table.entries == {first.target: {1: old, 8: new}}
+    assert base.entries == {first.target: {1: old, 8: old}}
+    write_json(tmp_path / "t.json", table.to_json())
+    assert read_table(tmp_path / "t.json") == table
+
+
+@pytest.mark.parametrize(
+    "other", [{"device": "NVIDIA H100"}, {"versions": {"cutlass_dsl": "5"}}, {"basis": "predicted"}, {"protocol": "x"}]
+)
+def test_what_is_not_alike_is_not_mixed(other: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=rf"{next(iter(other))}: expected a table of .*--out"):
+        merged(replace(HEADER, **other), {}, HEADER)
+
+
+def test_a_step_is_compiled_into_the_cache(monkeypatch) -> None:
+    from cute_kernels import compile as cache
+
+    asked = []
+    monkeypatch.setattr(cache, "ensure_on_disk", lambda function, make, key, arch: asked.append((key, arch, make)))
+    (field,) = fields(1)
+    key = launched_key(field.job, field.tried[0])
+    tuner.compile_step(key, "sm_90a")
+    assert asked[0][:2] == (key, "sm_90a")
+    assert asked[0][2]()  # its arguments can be made
