@@ -247,7 +247,8 @@ def warmup(
     Args:
         layer, replay, options: what the model decodes with.
         arch: "sm_90a", "sm_100a" or "sm_103a".
-        batches: batch sizes to plan for; sizes that share a plan, as all do today, share a kernel.
+        batches: batch sizes to plan for; sizes that share a plan, as all do where no tuned table has the layer, share
+            a kernel.
         index_dtypes: of `cache_indices`.
 
     Returns:

@@ -1,63 +1,47 @@
-"""The command `replayssm` (also `python -m tuning`): benchmarks, and a cache of compiled kernels filled ahead of use.
+"""The command `replayssm` (also `python -m tuning`): tuning, benchmarks, and a cache of kernels filled ahead of use.
 
-Exit codes: 0 done, 1 a kernel failed its correctness gate, 2 a wrong command line.
+Exit codes: 0 done, 1 a kernel failed its correctness gate or what was checked is not in order, 2 a wrong command line
+or a machine that cannot do it, 130 interrupted.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
-from rich.console import Console
 from torch import Tensor
 
 import replayssm
 from cute_kernels.arch import ARCHES
 from cute_kernels.configs import Options as KernelOptions
-from replayssm.launch import arch_of, options_of
+from replayssm.launch import options_of
 from replayssm.plan import OPTIONS
-from replayssm.spec import MAX_DRAFT, MAX_WINDOW, Recurrence, ReplaySpec
+from replayssm.spec import MAX_DRAFT, Recurrence, ReplaySpec
+from tuning import commands
 from tuning.matrix import ALL_MODELS, BATCHES, DEFAULT_MODEL, Options, exit_code
 from tuning.matrix import plan as plan_matrix
 from tuning.measure import DEFAULT_ROUNDS, PROTOCOL
+from tuning.options import DTYPE, DTYPES, WINDOW, checked, console, own_arch, shapes_of
 from tuning.report import markdown_table, memory_table, plan_table, results_table
 from tuning.roofline import NOMINAL_H200
 from tuning.shapes import ModelShape, lookup, names
 from tuning.store import Record
 from tuning.workload import make_inputs
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_DTYPE = click.Choice(tuple(DTYPES))
-_WINDOW = click.IntRange(1, MAX_WINDOW)
 ONE_OF_EACH = (DEFAULT_MODEL, "qwen3.5-122b-a10b", "glm-5.3-flash")
 WITH_KERNELS = tuple(name for recurrence in OPTIONS for name in names(recurrence))
 # Options of `warmup` that only one recurrence has, by the name of their parameter.
 ONLY_FOR = {"parameter": ("--parameter", "mamba2"), "has_z": ("--z", "mamba2"), "round_beta": ("--round-beta", "gdn")}
 
 
-def _shapes(models: tuple[str, ...], tps: tuple[int, ...]) -> tuple[ModelShape, ...]:
-    try:
-        return tuple(lookup(model, tp=tp) for model in models for tp in tps)
-    except ValueError as error:
-        raise click.UsageError(str(error)) from error
-
-
-def _spec(build: Callable[[], Any]) -> Any:
-    """Build from the command line's numbers; a refused number is a wrong command line."""
-    try:
-        return build()
-    except (ValueError, NotImplementedError) as error:
-        raise click.UsageError(str(error)) from error
-
-
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 def main() -> None:
-    """ReplaySSM kernels: measure them and compile them ahead."""
+    """ReplaySSM kernels: tune them, measure them, compile them ahead."""
 
 
 @main.command()
@@ -66,9 +50,9 @@ def main() -> None:
 @click.option("--all", "all_models", is_flag=True, help="The released layers of one recurrence, instead of --model.")
 @click.option("--recurrence", type=click.Choice(tuple(ALL_MODELS)), help="With --all: which; mamba2 when left out.")
 @click.option("--batch", "batches", multiple=True, default=BATCHES, type=click.IntRange(1, 4096), help="Repeatable.")
-@click.option("--checkpoint", "checkpoints", multiple=True, default=tuple(DTYPES), type=_DTYPE, help="Repeatable.")
-@click.option("--activation", default="bf16", type=_DTYPE)
-@click.option("--window", "windows", multiple=True, default=(16,), type=_WINDOW, help="Repeatable.")
+@click.option("--checkpoint", "checkpoints", multiple=True, default=tuple(DTYPES), type=DTYPE, help="Repeatable.")
+@click.option("--activation", default="bf16", type=DTYPE)
+@click.option("--window", "windows", multiple=True, default=(16,), type=WINDOW, help="Repeatable.")
 @click.option(
     "--tokens",
     multiple=True,
@@ -98,7 +82,7 @@ def bench(
     elif recurrence:
         raise click.UsageError(f"--recurrence {recurrence}: add --all, whose list it chooses, or name a --model")
     else:
-        shapes = _shapes(models, tps)
+        shapes = shapes_of(models, tps)
     options = Options(
         shapes=shapes,
         batches=tuple(sorted(set(rest["batches"]))),
@@ -112,10 +96,10 @@ def bench(
         time_limit_s=rest["time_limit"],
         first_call=rest["first_call"],
     )
-    console = Console(width=None if sys.stdout.isatty() else 150, soft_wrap=False)
-    groups = _spec(lambda: plan_matrix(options))
+    screen = console()
+    groups = checked(lambda: plan_matrix(options))
     if dry_run:
-        console.print(plan_table(groups, NOMINAL_H200))
+        screen.print(plan_table(groups, NOMINAL_H200))
         return
     if not torch.cuda.is_available():
         raise click.UsageError("no CUDA device here; --dry-run prints the plan without one")
@@ -124,34 +108,34 @@ def bench(
     command = [Path(word).name if word == str(json_path) else word for word in sys.argv[1:]]
     record = Record(json_path, {"protocol": PROTOCOL, "command": command, "rounds": options.rounds})
     try:
-        Bench(options, _spec(Machine.current_cuda), record, console).run()
+        Bench(options, checked(Machine.current_cuda), record, screen).run()
     finally:
         record.save()
-        console.print(results_table(record.entries))
+        screen.print(results_table(record.entries))
     sys.exit(exit_code(record.entries))
 
 
 @main.command()
 @click.option("--model", required=True, help="Model of the layer: " + ", ".join(WITH_KERNELS) + ".")
 @click.option("--tp", default=1, type=click.IntRange(min=1), help="Devices that share the heads.")
-@click.option("--window", default=16, type=_WINDOW)
-@click.option("--activation", default="bf16", type=_DTYPE)
-@click.option("--checkpoint", default="fp32", type=_DTYPE)
+@click.option("--window", default=16, type=WINDOW)
+@click.option("--activation", default="bf16", type=DTYPE)
+@click.option("--checkpoint", default="fp32", type=DTYPE)
 @click.option(
-    "--gates", "--dt", "gates", type=_DTYPE, help="Dtype of dt, a and b, or beta; the activations' when left out."
+    "--gates", "--dt", "gates", type=DTYPE, help="Dtype of dt, a and b, or beta; the activations' when left out."
 )
-@click.option("--parameter", type=_DTYPE, help="Mamba-2: dtype of D and dt_bias; the activations' when left out.")
+@click.option("--parameter", type=DTYPE, help="Mamba-2: dtype of D and dt_bias; the activations' when left out.")
 @click.option("--z/--no-z", "has_z", default=False, help="Mamba-2: the step gets the output gate z.")
 @click.option("--round-beta", is_flag=True, help="GDN: beta is rounded to the dtype of b.")
 @click.option("--arch", type=click.Choice(tuple(ARCHES)), help="This machine's GPU when left out.")
 def warmup(model: str, tp: int, arch: str | None, **rest: Any) -> None:
     """Compile the kernels of a model into the cache on disk, so that a first call only loads them."""
-    (shape,) = _shapes((model,), (tp,))
+    (shape,) = shapes_of((model,), (tp,))
     activation = DTYPES[rest["activation"]]
-    replay = _spec(lambda: ReplaySpec(rest["window"], 1, DTYPES[rest["checkpoint"]], activation))
+    replay = checked(lambda: ReplaySpec(rest["window"], 1, DTYPES[rest["checkpoint"]], activation))
     options = _options(shape, activation, rest)
-    arch = arch or _own_arch()
-    plans = _spec(lambda: replayssm.warmup(shape.layer, replay, options, arch=arch, batches=BATCHES))
+    arch = arch or own_arch()
+    plans = checked(lambda: replayssm.warmup(shape.layer, replay, options, arch=arch, batches=BATCHES))
     for plan in plans:
         click.echo(plan)
     click.echo(f"{shape.name} on {arch}: {len(plans)} step kernels and their commit are in the cache")
@@ -166,13 +150,13 @@ def report(record: Path) -> None:
 
 @main.command()
 @click.option("--model", "models", multiple=True, default=ONE_OF_EACH, help="Repeatable.")
-@click.option("--window", default=16, type=_WINDOW)
-@click.option("--checkpoint", default="fp32", type=_DTYPE)
-@click.option("--activation", default="bf16", type=_DTYPE)
+@click.option("--window", default=16, type=WINDOW)
+@click.option("--checkpoint", default="fp32", type=DTYPE)
+@click.option("--activation", default="bf16", type=DTYPE)
 def memory(models: tuple[str, ...], window: int, checkpoint: str, activation: str) -> None:
     """Print the memory that a request takes by T, and what snapshots of the state would take: computed."""
     replay = ReplaySpec(window, 1, DTYPES[checkpoint], DTYPES[activation])
-    click.echo(memory_table(_shapes(models, (1,)), replay))
+    click.echo(memory_table(shapes_of(models, (1,)), replay))
 
 
 def _options(shape: ModelShape, activation: torch.dtype, given: Mapping[str, Any]) -> KernelOptions:
@@ -195,10 +179,8 @@ def _options(shape: ModelShape, activation: torch.dtype, given: Mapping[str, Any
     return options_of(inputs._replace(**changed))
 
 
-def _own_arch() -> str:
-    if not torch.cuda.is_available():
-        raise click.UsageError(f"no CUDA device here; pass --arch, one of {', '.join(ARCHES)}")
-    return _spec(lambda: arch_of(torch.device("cuda")))
+for command in commands.ALL:
+    main.add_command(command)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,281 @@
+"""The commands about launch parameters and windows: `tune`, `show`, `check`, `window`, `doctor`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import cpu_count, get_context
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+
+import replayssm
+from cute_kernels.arch import ARCHES
+from replayssm import tuned
+from replayssm.spec import MAX_DRAFT, ReplaySpec
+from tuning import tune_report as report
+from tuning.acceptance import acceptance, observed
+from tuning.doctor import diagnosis
+from tuning.matrix import DEFAULT_MODEL
+from tuning.options import DTYPE, DTYPES, WINDOW, ListOf, checked, console, own_arch, shapes_of
+from tuning.roofline import NOMINAL_H200, Rates
+from tuning.search import DEFAULT_ROUNDS, NoCandidateError
+from tuning.shapes import ModelShape
+from tuning.space import Candidate
+from tuning.store import BusyError, Journal, environment, lock, write_json
+from tuning.tuner import BATCHES, TUNED_PROTOCOL, Field, Job, Tuner, jobs_of, merged
+from tuning.window import Habit, choose, costs_of, trade
+
+H200_MULTIPROCESSORS = 132
+VERSIONS = ("torch", "cuda", "cutlass_dsl", "driver")
+_COUNT = click.IntRange(min=1)
+_TOKENS = click.IntRange(1, MAX_DRAFT)
+
+
+def _for_layers(command: Any) -> Any:
+    """The options that name layers, how they are replayed, and batches."""
+    for option in (
+        click.option("--activation", default="bf16", type=DTYPE),
+        click.option("--tokens", default=(1,), type=ListOf(_TOKENS), help="Tokens a row in a step, T."),
+        click.option("--window", "windows", default=(16,), type=ListOf(WINDOW)),
+        click.option("--checkpoint", "checkpoints", default=("fp32",), type=ListOf(DTYPE)),
+        click.option("--batch", "batches", default=BATCHES, type=ListOf(_COUNT), help="Rows of a step."),
+        click.option("--tp", "tps", default=(1,), type=ListOf(_COUNT), help="Devices that share the heads."),
+        click.option("--model", "models", default=(DEFAULT_MODEL,), type=ListOf(click.STRING)),
+    ):
+        command = option(command)
+    return command
+
+
+def _layers(given: Mapping[str, Any]) -> tuple[tuple[ModelShape, ...], tuple[ReplaySpec, ...]]:
+    shapes = shapes_of(given["models"], given["tps"])
+    activation = DTYPES[given["activation"]]
+    replays = [
+        checked(lambda: ReplaySpec(window, tokens, DTYPES[state], activation))  # noqa: B023
+        for state in given["checkpoints"]
+        for window in given["windows"]
+        for tokens in given["tokens"]
+    ]
+    return shapes, tuple(replays)
+
+
+@click.command()
+@_for_layers
+@click.option("--accepted", type=float, help="Tokens of a step that stay on average; half of T when left out.")
+@click.option("--rounds", default=DEFAULT_ROUNDS, type=_COUNT, help="Samples of a candidate, at most.")
+@click.option("--no-prune", is_flag=True, help="Time also what is outclassed by the model of tuning/space.py.")
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Table; the user's own when left out.")
+@click.option("--fresh", is_flag=True, help="Forget what an interrupted run has finished.")
+@click.option("--arch", type=click.Choice(tuple(ARCHES)), help="With --dry-run; this machine's GPU, or sm_90a.")
+@click.option("--dry-run", is_flag=True, help="Print what would be tuned; needs no GPU.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+def tune(dry_run: bool, arch: str | None, as_json: bool, no_prune: bool, **given: Any) -> None:
+    """Choose the launch parameters of layers by timing them, and keep them in a table."""
+    if arch and not dry_run:
+        raise click.UsageError("--arch: only with --dry-run; what is timed is this machine's GPU")
+    shapes, replays = _layers(given)
+    jobs = checked(lambda: jobs_of(shapes, replays, given["batches"], given["accepted"]))
+    here = torch.cuda.is_available()
+    if not here and not dry_run:
+        raise click.UsageError("no CUDA device here; --dry-run prints what would be tuned without one")
+    arch = arch or (own_arch() if here else "sm_90a")
+    fields = [Field.of(job, arch, None if no_prune else _multiprocessors()) for job in jobs]
+    uncovered = sorted({field.job.shape.name for field in fields if not field.tried})
+    if uncovered:
+        raise click.UsageError(f"--model: no kernels for {', '.join(uncovered)}; see `replayssm show`")
+    if dry_run:
+        rates = NOMINAL_H200 if arch == "sm_90a" else None
+        _print(report.field_facts(fields, arch, rates), report.field_tables(fields, arch, rates), as_json)
+        return
+    sys.exit(_tune(fields, given, as_json))
+
+
+def _multiprocessors() -> int:
+    """Of this machine's GPU, or where it has none of an H200."""
+    if not torch.cuda.is_available():
+        return H200_MULTIPROCESSORS
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+
+
+def _tune(fields: Sequence[Field], given: Mapping[str, Any], as_json: bool) -> int:
+    """Tune on this machine's GPU; the exit code."""
+    from tuning.bench import Machine
+
+    out, screen = given["out"] or tuned.user_path(), console(stderr=as_json)
+    machine = checked(Machine.current_cuda)
+    header = _header(machine.device_name, str(machine.arch))
+    base = checked(lambda: tuned.read_table(out)) if out.exists() else None
+    checked(lambda: merged(base, {}, header))
+    path = out.with_name(f"{out.name}.journal")
+    facts = {**header.to_json(), "rounds": given["rounds"]}
+    try:
+        with lock(out), ProcessPoolExecutor(max(1, cpu_count() - 1), get_context("spawn")) as executor:
+            if given["fresh"]:
+                path.unlink(missing_ok=True)
+            journal = Journal(path, facts)
+            tuner = Tuner(machine, journal, replayssm.step, rounds=given["rounds"], executor=executor)
+            with report.Progress(screen, fields, journal.unusable) as progress:
+                try:
+                    choices = tuner.run(fields, progress.done)
+                except KeyboardInterrupt:
+                    executor.shutdown(wait=False, cancel_futures=True)
+                    screen.print(f"interrupted; what is finished is in {path}, and the same command goes on from there")
+                    return 130
+            if choices:
+                write_json(out, merged(base, choices, header).to_json())
+            journal.remove()
+    except (BusyError, OSError) as error:
+        raise click.UsageError(str(error)) from error
+    _print(report.choice_facts(choices), [report.choice_table(choices)], as_json)
+    screen.print(f"{len(choices)} entries written to {out}", highlight=False)
+    return int(len(choices) < len(fields))
+
+
+def _header(device: str, arch: str) -> tuned.Table:
+    """A table without entries of this device and these versions."""
+    found = environment()
+    versions = {"replayssm": replayssm.__version__, **{name: found[name] for name in VERSIONS}}
+    return tuned.Table(device, arch, "measured", versions, TUNED_PROTOCOL, {})
+
+
+@click.command()
+@_for_layers
+@click.option("--arch", type=click.Choice(tuple(ARCHES)), help="This machine's GPU when left out.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+def show(arch: str | None, as_json: bool, **given: Any) -> None:
+    """Print which launch parameters a step would use, and why."""
+    shapes, replays = _layers(given)
+    arch = arch or own_arch()
+    jobs = [Job(shape, replay, rows) for shape in shapes for replay in replays for rows in given["batches"]]
+    facts = checked(lambda: [report.plan_facts(job, arch) for job in jobs])
+    _print(facts, [report.plan_table(facts, arch)], as_json)
+
+
+@click.command()
+@click.option(
+    "--table", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="The one in use if left out."
+)
+@click.option("--sample", default=8, type=_COUNT, help="Entries that are timed again.")
+@click.option("--tolerance", default=0.05, type=click.FloatRange(min=0), help="Drift that is in order.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+def check(table: Path | None, sample: int, tolerance: float, as_json: bool) -> None:
+    """Time some entries of a tuned table again and report how far they have drifted."""
+    if not torch.cuda.is_available():
+        raise click.UsageError("no CUDA device here, and drift can only be measured; `replayssm show` reads tables")
+    from tuning.bench import Machine
+
+    machine = checked(Machine.current_cuda)
+    arch = str(machine.arch)
+    if table is None:
+        tables = checked(lambda: tuned.tables(arch))
+        if not tables:
+            raise click.UsageError(f"no tuned table for {machine.device_name}; `replayssm tune` makes one")
+        found = tables[0][2]
+    else:
+        found = checked(lambda: tuned.read_table(table))
+    if reason := tuned.mismatch(found, arch, machine.device_name):
+        raise click.UsageError(reason)
+    facts = drift(found, Tuner(machine, Journal(None, {}), replayssm.step), sample, tolerance)
+    _print(facts, [report.drift_table(facts)], as_json)
+    sys.exit(int(any(fact["status"] != "in order" for fact in facts)))
+
+
+def drift(table: tuned.Table, tuner: Tuner, sample: int, tolerance: float) -> list[dict[str, Any]]:
+    """Entries of a table, spread over all of them, with the times that they take now."""
+    entries = [(shape, rows, choice) for shape, found in table.entries.items() for rows, choice in found.items()]
+    facts = []
+    for shape, rows, choice in entries[:: max(1, -(-len(entries) // sample))]:
+        tokens = shape.replay.max_draft
+        layer = ModelShape(shape.layer.recurrence, shape.layer, None, "a table")
+        job = Job(layer, shape.replay, rows, max(1.0, tokens / 2))
+        arch = ARCHES[table.arch]
+        chosen = Candidate(shape.key(choice.parameters, rows, arch), 1)
+        fact: dict[str, Any] = {**shape.to_json(), "rows": rows, "parameters": dict(choice.parameters)}
+        fact["table_us"] = choice.median_us
+        try:
+            now = tuner.time_choice(job, chosen).timing.median_us
+        except NoCandidateError as error:
+            facts.append({**fact, "status": str(error)})
+            continue
+        change = now / choice.median_us - 1
+        status = "in order" if abs(change) <= tolerance else "drifted"
+        facts.append({**fact, "now_us": now, "drift": change, "status": status})
+    return facts
+
+
+@click.command()
+@click.argument("records", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.option("--batch", "rows", type=_COUNT, help="Only batches of so many rows.")
+@click.option("--accepted", type=float, help="Tokens of a step that stay on average; half of T when left out.")
+@click.option("--trace", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="Accepted counts, as JSON.")
+@click.option("--budget-mib", type=click.FloatRange(min=0), help="Memory of a request in one layer.")
+@click.option("--slowest-us", type=click.FloatRange(min=0), help="That a step of one layer may take.")
+@click.option("--habit", default="staggered", type=click.Choice(("staggered", "together")), help="How rows fold.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+def window(records: tuple[Path, ...], habit: Habit, as_json: bool, **given: Any) -> None:
+    """Choose the window L from benchmark records that hold several (`bench --window 8 --window 16 --json FILE`)."""
+    groups: dict[tuple[Any, ...], list[Any]] = {}
+    for path in records:
+        for head, cost in _costs(path).items():
+            if given["rows"] in (None, cost.rows):
+                groups.setdefault(head[:-1], []).append(cost)
+    if not groups:
+        raise click.UsageError("no steps of that batch in the records; `replayssm bench --json FILE` makes some")
+    limits = {"budget_bytes": float("inf"), "slowest_us": given["slowest_us"] or float("inf")}
+    if given["budget_mib"] is not None:
+        limits["budget_bytes"] = given["budget_mib"] * 2**20
+    facts, failed = [], False
+    for (name, state, rows, tokens), costs in groups.items():
+        kept = _accepted(tokens, given)
+        trades = [trade(cost, kept, habit) for cost in sorted(costs, key=lambda cost: cost.replay.window)]
+        fact: dict[str, Any] = {"layer": name, "checkpoint": state, "rows": rows, "tokens": tokens, "trades": trades}
+        try:
+            fact["best"] = choose(trades, **limits).window
+        except ValueError as error:
+            fact["best"], fact["reason"], failed = None, str(error), True
+        facts.append(fact)
+    _print(report.window_facts(facts), [report.window_table(facts)], as_json)
+    sys.exit(int(failed))
+
+
+def _costs(path: Path) -> dict[tuple[Any, ...], Any]:
+    def read() -> dict[tuple[Any, ...], Any]:
+        entries = json.loads(path.read_text())["entries"]
+        return costs_of(entries, Rates(**entries[0]["bytes_per_us"]))
+
+    try:
+        return read()
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        raise click.UsageError(f"{path}: expected the record of a benchmark, got {error!r}") from error
+
+
+def _accepted(tokens: int, given: Mapping[str, Any]) -> tuple[float, ...]:
+    if given["trace"] is not None:
+        return checked(lambda: observed(json.loads(given["trace"].read_text()), tokens))
+    mean = max(1.0, tokens / 2) if given["accepted"] is None else given["accepted"]
+    return checked(lambda: acceptance(tokens, mean))
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+def doctor(as_json: bool) -> None:
+    """Print versions, GPU, cache, tables, and which kernels run here and why not; ends with 1 if one is broken."""
+    findings = diagnosis()
+    _print([vars(one) for one in findings], [report.doctor_table(findings)], as_json)
+    sys.exit(int(any(one.state == "broken" for one in findings)))
+
+
+def _print(facts: Any, tables: Sequence[Any], as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps(facts, indent=1))
+        return
+    screen = console()
+    for one in tables:
+        screen.print(one)
+
+
+ALL = (tune, show, check, window, doctor)
