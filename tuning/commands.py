@@ -28,7 +28,7 @@ from tuning.shapes import ModelShape
 from tuning.space import Candidate
 from tuning.store import BusyError, Journal, environment, lock, write_json
 from tuning.tuner import BATCHES, TUNED_PROTOCOL, Field, Job, Tuner, jobs_of, merged
-from tuning.window import Habit, choose, costs_of, trade
+from tuning.window import Habit, advice, choose, costs_of, trade
 
 H200_MULTIPROCESSORS = 132
 VERSIONS = ("torch", "cuda", "cutlass_dsl", "driver")
@@ -234,11 +234,14 @@ def window(records: tuple[Path, ...], habit: Habit, as_json: bool, **given: Any)
         trades = [trade(cost, kept, habit) for cost in sorted(costs, key=lambda cost: cost.replay.window)]
         fact: dict[str, Any] = {"layer": name, "checkpoint": state, "rows": rows, "tokens": tokens, "trades": trades}
         try:
-            fact["best"] = choose(trades, **limits).window
+            best = choose(trades, **limits)
+            fact["best"] = best.window
+            fact["advice"] = advice(next(cost for cost in costs if cost.replay.window == best.window), kept)
         except ValueError as error:
             fact["best"], fact["reason"], failed = None, str(error), True
         facts.append(fact)
-    _print(report.window_facts(facts), [report.window_table(facts)], as_json)
+    told = [f"{one['layer']} {one['checkpoint']} x{one['rows']}: {one['advice']}" for one in facts if "advice" in one]
+    _print(report.window_facts(facts), [report.window_table(facts), *told], as_json)
     sys.exit(int(failed))
 
 
@@ -275,7 +278,7 @@ def _print(facts: Any, tables: Sequence[Any], as_json: bool) -> None:
         return
     screen = console()
     for one in tables:
-        screen.print(one)
+        screen.print(one, highlight=False)
 
 
 ALL = (tune, show, check, window, doctor)

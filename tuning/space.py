@@ -104,7 +104,7 @@ def _part_bytes(parts: int) -> int:
 def prune_outclassed(rows: int, multiprocessors: int) -> Prune:
     """Drop candidates behind another with the same fold that has more of the state in flight and loads less of it.
 
-    Applied where either fills every multiprocessor; below that more CTAs may be worth their loads. The first candidate
+    Applied where both fill every multiprocessor; below that more CTAs may be worth their loads. The first candidate
     is kept. What is assumed, that a step which memory limits is no faster with less in flight and more to load, is no
     measurement: `replayssm tune --no-prune` tries everything.
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -195,6 +196,28 @@ def stagger(rows: int, window: int) -> tuple[int, ...]:
     from then on at most `ceil(rows / window)` rows fold in a step, by themselves. Step 0 finds no records and needs no
     force."""
     return tuple(row * window // rows for row in range(rows))
+
+
+def advice(cost: Cost, accepted: Sequence[float]) -> str:
+    """What an engine should do about rows that are admitted together, with the times that speak for it."""
+    within = staggers_within(cost.replay.window, accepted)
+    together, staggered = (trade(cost, accepted, habit) for habit in ("together", "staggered"))
+    if together.fold_share == 1:
+        return "every step folds every row: nothing to stagger"
+    if within is None:
+        return (
+            f"rows admitted together stay together: {together.mean_us:.1f} us a step on average, "
+            f"{together.slowest_us:.1f} when they fold; where the longest step matters more than the mean, force one "
+            f"fold a row early to stagger them: {staggered.mean_us:.1f} us a step, seldom above "
+            f"{staggered.slowest_us:.1f}"
+        )
+    places = positions(cost.replay.window, accepted)
+    reads, folds = (_mean_us(cost, [p for p in places if p.folds is kind]) for kind in (False, True))
+    peak = max(islice(folding_after(cost.replay.window, accepted), within + 1))
+    return (
+        f"rows admitted together stagger by themselves within {within} steps, of which the longest folds {peak:.0%} of "
+        f"them and takes about {reads + peak * (folds - reads):.1f} us; nothing to do"
+    )
 
 
 def costs_of(entries: Iterable[Mapping[str, Any]], rates: Rates) -> dict[tuple[Any, ...], Cost]:

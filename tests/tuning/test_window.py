@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from replayssm.cursors import make_cursors
 from replayssm.reference import replay as reference
 from tuning.acceptance import acceptance, fold_share, observed, positions
 from tuning.roofline import Rates
-from tuning.window import Cost, Trade, choose, costs_of, folding_after, stagger, staggers_within, trade
+from tuning.window import Cost, Trade, advice, choose, costs_of, folding_after, stagger, staggers_within, trade
 
 LAYER = LayerSpec("gdn", 64, 16, 128, 128)
 GRID = [(16, 1, 1.0), (8, 4, 2.0), (16, 4, 2.5), (16, 8, 3.0), (5, 5, 2.0)]
@@ -143,6 +144,22 @@ def test_one_forced_fold_a_row_staggers_them(rows: int, window: int, forced: boo
         most = max(most, folds) if step >= window else most
         reference.commit(cursors, cache_indices=indices, force_fold=force)
     assert most == (-(-rows // window) if forced else rows)
+
+
+def test_advice_for_an_engine() -> None:
+    """One token: the choice is the engine's, with the times of both. Several: the rows spread by themselves, and the
+    largest share that folds in one step is that of 4000 rows played out."""
+    one = advice(cost(16, mixed_us=300.0), (0.0, 1.0))
+    assert "stay together" in one
+    assert "560.0 when they fold" in one
+    assert "stagger them: 300.0 us a step, seldom above" in one
+    several = advice(cost(16, 8), acceptance(8, 4.0))
+    steps = staggers_within(16, acceptance(8, 4.0))
+    assert f"within {steps} steps" in several
+    folds = [sum(n + 8 > 16 for n in records) / 4000 for records in played(16, acceptance(8, 4.0), 4000, 8)]
+    (peak,) = re.findall(r"folds (\d+)%", several)
+    assert int(peak) / 100 == pytest.approx(max(folds), abs=0.03)
+    assert "nothing to stagger" in advice(cost(1), (0.0, 1.0))
 
 
 def made(window: int, us: float, num_bytes: int, slowest: float = 100.0) -> Trade:
