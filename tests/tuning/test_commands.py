@@ -374,6 +374,18 @@ def test_what_is_refused(monkeypatch, repository: Path, words: list[str], messag
     assert message in said(run(*words, code=2))
 
 
+def test_the_document_shows_what_the_commands_print(repository: Path, monkeypatch) -> None:
+    """But for `doctor`, whose output is that of one machine."""
+    monkeypatch.chdir(repository)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    blocks = (repository / "docs/tuning.md").read_text().split("```\n$ replayssm ")[1:]
+    shown = [block.partition("\n```")[0].splitlines() for block in blocks]
+    assert {lines[0].split()[0] for lines in shown} == {"tune", "show", "window", "doctor"}
+    for command, *lines in shown:
+        if command != "doctor":
+            assert [line.rstrip() for line in run(*command.split()).output.rstrip().splitlines()] == lines
+
+
 def test_every_command_has_help() -> None:
     told = run("--help").output
     for command in ("tune", "show", "check", "window", "doctor", "bench", "warmup", "report", "memory"):
