@@ -59,7 +59,7 @@ def plan_step(
 
     Raises:
         NotImplementedError: no kernel exists for this layer; the message names the limit.
-        TunedTableError, OSError: the file that `REPLAYSSM_TUNED` names cannot be used.
+        TunedTableError: the file that `REPLAYSSM_TUNED` names cannot be used.
     """
     return _planned(layer, replay, options, arch, tuned.bucket(batch), num_tokens, rows, ring_layout, config)
 

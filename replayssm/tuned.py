@@ -7,7 +7,8 @@
 | 3 | shipped | `replayssm/data/tuned/*.json` of this device |
 | 4 | heuristic | `cute_kernels.configs.heuristic_config` |
 
-Files are read once a process, at the first plan of an architecture. A table holds for its device; where the machine
+Files are read once a process, at the first plan of an architecture. A table holds for its device, which must be the
+current one then; where the machine
 has no GPU of the planned architecture, as when kernels are compiled ahead, that of any device of the architecture
 serves. A file that cannot be used is an error where `REPLAYSSM_TUNED` names it, else a warning, once, and the next
 source serves. Within an entry a batch takes the smallest measured batch that is not below it, else the largest.
@@ -147,11 +148,14 @@ def read_table(path: Path) -> Table:
     """The table in a file, every entry of it checked.
 
     Raises:
-        TunedTableError: it is no table of this schema, or no kernel exists for an entry's parameters.
-        OSError: it cannot be read.
+        TunedTableError: it cannot be read, is no table of this schema, or no kernel exists for an entry's parameters.
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise TunedTableError(
+            f"{path}: expected a file that can be read, got {error.strerror}; tune, or name another"
+        ) from error
     except ValueError as error:
         raise TunedTableError(f"{path}: expected JSON, got {error}; remove it, or tune again") from error
     schema = data.get("schema") if isinstance(data, dict) else None
@@ -222,7 +226,7 @@ def tables(arch: str) -> tuple[tuple[Source, Path, Table], ...]:
     shape decides.
 
     Raises:
-        TunedTableError, OSError: the file that `REPLAYSSM_TUNED` names cannot be used.
+        TunedTableError: the file that `REPLAYSSM_TUNED` names cannot be used.
     """
     device = local_device(arch)
     found: list[tuple[Source, Path, Table]] = []
@@ -230,7 +234,7 @@ def tables(arch: str) -> tuple[tuple[Source, Path, Table], ...]:
     if named or path.exists():
         try:
             found.append(("user", path, _table_for(path, arch, device)))
-        except (TunedTableError, OSError) as error:
+        except TunedTableError as error:
             if named:
                 raise
             warnings.warn(f"tuned table not used: {error}", RuntimeWarning, stacklevel=2)
@@ -238,7 +242,7 @@ def tables(arch: str) -> tuple[tuple[Source, Path, Table], ...]:
     for path in sorted(SHIPPED.glob("*.json")):
         try:
             table = read_table(path)
-        except (TunedTableError, OSError) as error:
+        except TunedTableError as error:
             warnings.warn(f"tuned table not used: {error}", RuntimeWarning, stacklevel=2)
             continue
         if mismatch(table, arch, device) is None:
@@ -277,7 +281,7 @@ def find(layer: LayerSpec, replay: ReplaySpec, *, num_tokens: int, batch: int, a
     """What the tables say of a step of `num_tokens` tokens in each of `batch` rows, or None.
 
     Raises:
-        TunedTableError, OSError: as `tables`.
+        TunedTableError: as `tables`.
     """
     usable: Sequence[tuple[Source, Path, Table]] = tables(arch)
     if not usable or num_tokens < 1:

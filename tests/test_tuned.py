@@ -223,7 +223,7 @@ def test_a_file_that_cannot_be_used(home: Home, monkeypatch, content: str | dict
 
 def test_a_named_file_that_is_not_there(home: Home, monkeypatch) -> None:
     home("named", table()).unlink()
-    with pytest.raises(FileNotFoundError, match=r"named\.json"):
+    with pytest.raises(TunedTableError, match=r"named\.json: expected a file that can be read, got No such file"):
         planned()
     assert planned(config=StepConfig()).source == "explicit"  # which reads no table
 

@@ -20,11 +20,11 @@ from replayssm.spec import MAX_DRAFT, ReplaySpec
 from tuning import tune_report as report
 from tuning.acceptance import acceptance, observed
 from tuning.doctor import diagnosis
-from tuning.matrix import DEFAULT_MODEL
+from tuning.matrix import ALL_MODELS, DEFAULT_MODEL
 from tuning.options import DTYPE, DTYPES, WINDOW, ListOf, checked, console, own_arch, shapes_of
 from tuning.roofline import NOMINAL_H200, Rates
 from tuning.search import DEFAULT_ROUNDS, NoCandidateError
-from tuning.shapes import ModelShape
+from tuning.shapes import ModelShape, lookup
 from tuning.space import Candidate
 from tuning.store import BusyError, Journal, environment, lock, write_json
 from tuning.tuner import BATCHES, TUNED_PROTOCOL, Field, Job, Tuner, jobs_of, merged
@@ -45,6 +45,7 @@ def _for_layers(command: Any) -> Any:
         click.option("--checkpoint", "checkpoints", default=("fp32",), type=ListOf(DTYPE)),
         click.option("--batch", "batches", default=BATCHES, type=ListOf(_COUNT), help="Rows of a step."),
         click.option("--tp", "tps", default=(1,), type=ListOf(_COUNT), help="Devices that share the heads."),
+        click.option("--all", "all_models", is_flag=True, help="All layers of `bench --all`, not --model and --tp."),
         click.option("--model", "models", default=(DEFAULT_MODEL,), type=ListOf(click.STRING)),
     ):
         command = option(command)
@@ -52,7 +53,10 @@ def _for_layers(command: Any) -> Any:
 
 
 def _layers(given: Mapping[str, Any]) -> tuple[tuple[ModelShape, ...], tuple[ReplaySpec, ...]]:
-    shapes = shapes_of(given["models"], given["tps"])
+    if given["all_models"]:
+        shapes = tuple(lookup(model, tp=tp) for layers in ALL_MODELS.values() for model, tp in layers)
+    else:
+        shapes = shapes_of(given["models"], given["tps"])
     activation = DTYPES[given["activation"]]
     replays = [
         checked(lambda: ReplaySpec(window, tokens, DTYPES[state], activation))  # noqa: B023
@@ -107,7 +111,7 @@ def _tune(fields: Sequence[Field], given: Mapping[str, Any], as_json: bool) -> i
 
     out, screen = given["out"] or tuned.user_path(), console(stderr=as_json)
     machine = checked(Machine.current_cuda)
-    header = _header(machine.device_name, str(machine.arch))
+    header = _header(machine.device_name, str(machine.arch), given["accepted"])
     base = checked(lambda: tuned.read_table(out)) if out.exists() else None
     checked(lambda: merged(base, {}, header))
     path = out.with_name(f"{out.name}.journal")
@@ -135,11 +139,12 @@ def _tune(fields: Sequence[Field], given: Mapping[str, Any], as_json: bool) -> i
     return int(len(choices) < len(fields))
 
 
-def _header(device: str, arch: str) -> tuned.Table:
-    """A table without entries of this device and these versions."""
+def _header(device: str, arch: str, accepted: float | None) -> tuned.Table:
+    """A table without entries of this device, these versions and so many tokens that stay."""
+    protocol = f"{TUNED_PROTOCOL}; {'half of T' if accepted is None else f'{accepted:g}'} tokens of a step stay"
     found = environment()
     versions = {"replayssm": replayssm.__version__, **{name: found[name] for name in VERSIONS}}
-    return tuned.Table(device, arch, "measured", versions, TUNED_PROTOCOL, {})
+    return tuned.Table(device, arch, "measured", versions, protocol, {})
 
 
 @click.command()

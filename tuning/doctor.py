@@ -108,7 +108,7 @@ def _table(what: str, path: Path) -> Finding:
     read: Callable[[Path], Any] = tuned.read_table
     try:
         table = read(path)
-    except (tuned.TunedTableError, OSError) as error:
+    except tuned.TunedTableError as error:
         return Finding(what, "broken", str(error))
     count = sum(len(choices) for choices in table.entries.values())
     return Finding(what, "works", f"{_short(path)}: {count} entries {table.basis} for {table.device}, {table.arch}")

@@ -158,7 +158,7 @@ def plan_facts(job: Job, arch: str) -> Facts:
     """Which launch parameters a step would use and on what grounds.
 
     Raises:
-        TunedTableError, OSError: as `tuned.tables`.
+        TunedTableError: as `tuned.tables`.
     """
     layer, replay, tokens = job.shape.layer, job.replay, job.replay.max_draft
     inputs = workload.make_inputs(job.shape, 1, dtype=replay.activation_dtype, device="meta", num_tokens=tokens)

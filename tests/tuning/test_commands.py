@@ -24,6 +24,7 @@ from tests.helpers.scripted import ScriptedSteps
 from tuning import commands, doctor
 from tuning.__main__ import main
 from tuning.bench import Machine
+from tuning.matrix import ALL_MODELS
 from tuning.shapes import ModelShape, lookup
 from tuning.store import lock, write_json
 
@@ -92,6 +93,13 @@ def test_a_dry_run_needs_no_gpu() -> None:
     assert "outclassed" in told.output
 
 
+def test_a_dry_run_of_all_layers() -> None:
+    facts = json.loads(run("tune", "--dry-run", "--all", "--batch", "8", "--checkpoint", "fp32,bf16", "--json").output)
+    wanted = {lookup(name, tp=tp).name for layers in ALL_MODELS.values() for name, tp in layers}
+    assert {fact["layer"] for fact in facts} == wanted
+    assert len(facts) == 2 * len(wanted)
+
+
 def test_a_dry_run_as_json() -> None:
     facts = json.loads(run("tune", "--dry-run", "--batch", "256", "--arch", "sm_103a", "--json").output)
     (one,) = facts
@@ -122,6 +130,8 @@ def test_tuning_fills_the_users_table_and_plans_follow(gpu: ScriptedSteps, confi
 def test_tuning_again_adds_to_the_table(gpu: ScriptedSteps, config: Path) -> None:
     run("tune", "--batch", "2", "--window", "4")
     facts = json.loads(run("tune", "--batch", "4", "--window", "4", "--json").stdout)
+    other = run("tune", "--batch", "8", "--window", "4", "--accepted", "1", code=2)
+    assert "half of T tokens of a step stay" in said(other)  # what was tuned for other drafts is not mixed
     assert facts[0]["rows"] == 4
     assert sorted(next(iter(read_table(config).entries.values()))) == [2, 4]
 
