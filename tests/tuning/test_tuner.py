@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 
+import replayssm
 from cute_kernels.arch import ARCHES
 from cute_kernels.configs import StepKey
 from replayssm import LayerSpec, ReplaySpec
 from replayssm.tuned import Choice, Table, read_table
 from tests.helpers.scripted import ScriptedSteps
 from tuning import tuner
+from tuning.bench import Machine
 from tuning.roofline import NOMINAL_H200
 from tuning.search import FIRST_DROP
 from tuning.shapes import ModelShape, lookup
@@ -208,3 +210,18 @@ def test_a_step_is_compiled_into_the_cache(monkeypatch) -> None:
     tuner.compile_step(key, "sm_90a")
     assert asked[0][:2] == (key, "sm_90a")
     assert asked[0][2]()  # its arguments can be made
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_a_layer_is_tuned_on_this_gpu(tokens: int) -> None:
+    """Every candidate is right, and what wins is no slower than the heuristic's choice by more than the noise."""
+    machine = Machine.current_cuda()
+    shape, replay = lookup("nemotron-3-super", tp=8), ReplaySpec(max_draft=tokens)
+    todo = [Field.of(job, str(machine.arch), None) for job in jobs_of([shape], [replay], [1, 32])]
+    made = Tuner(machine, Journal(None, {}), replayssm.step, rounds=20)
+    choices = made.run(todo, lambda field, choice: None)
+    assert len(choices) == 2
+    for field in todo:
+        heuristic = made.time_choice(field.job, field.tried[0]).timing
+        assert choices[field.job].median_us <= 1.1 * heuristic.median_us

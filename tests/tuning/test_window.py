@@ -62,6 +62,35 @@ def test_times_are_those_of_a_batch_played_out(window: int, tokens: int, mean: f
     assert trade(wrong, accepted, "together").mean_us != pytest.approx(found, rel=0.02)
 
 
+def test_a_step_by_hand() -> None:
+    """250 us at 4 records and 560 at a full window of 16, 1.5 and 2 us a record."""
+    one = cost(16, 4)
+    assert [one.step_us(n, folds=False) for n in (0, 4, 12)] == [244.0, 250.0, 262.0]
+    assert [one.step_us(n, folds=True) for n in (13, 16)] == [554.0, 560.0]
+
+
+def test_costs_of_a_record_by_hand() -> None:
+    """A record of this layer has 64 x 128 values and 16 x 128 keys of 2 bytes, and 64 decays of 4."""
+    layer = {"name": "x", "recurrence": "gdn", "num_v_heads": 64, "num_k_heads": 16, "head_dim": 128, "d_state": 128}
+    replay = {"window": 16, "checkpoint": "float32", "activation": "bfloat16"}
+    shared = {"layer": layer, "replay": replay, "rows": 8, "num_tokens": 4, "status": "measured"}
+    steps = [
+        {**shared, "what": "nonflush", "median_us": 20.0, "records": 8.0},
+        {**shared, "what": "flush", "median_us": 40.0},
+        {**shared, "what": "mixed", "median_us": 25.0},
+        {**shared, "what": "read", "median_us": 9.0},
+        {**shared, "what": "nonflush", "rows": 1, "status": "gate failed"},
+        {"what": "probes", "status": "measured"},
+    ]
+    ((head, one),) = costs_of(steps, Rates(read=4.0, read_write=2.0)).items()
+    assert head == ("x", "float32", 8, 4, 16)
+    record_bytes = 8 * (2 * 64 * 128 + 2 * 16 * 128 + 4 * 64)
+    assert (one.read_record_us, one.fold_record_us) == (record_bytes / 4, record_bytes / 2)
+    assert (one.nonflush_us, one.nonflush_records, one.flush_us, one.mixed_us) == (20.0, 8.0, 40.0, 25.0)
+    assert one.replay == ReplaySpec(16, 4)
+    assert costs_of(steps[:1], Rates(4.0, 2.0)) == {}
+
+
 @pytest.mark.parametrize(("rows", "window"), [(1, 16), (64, 16), (256, 8), (256, 32)])
 def test_the_slowest_step_of_staggered_rows(rows: int, window: int) -> None:
     """Rows that fold by themselves, 20,000 steps: one in a thousand is slower, and a step of one row less is not rare
