@@ -242,6 +242,7 @@ def _commit_kernel(
     accepted_dtype: torch.dtype | None,
     mask_dtype: torch.dtype | None,
 ) -> Callable[..., None]:
+    cursors.replay.check_cuda()
     module = kernel_modules()[1]
     has_mask, has_accepted = mask_dtype is not None, accepted_dtype is not None
     key = module.CommitKey(cursors.replay.window, num_draft, dtype_name(index_dtype), has_mask, has_accepted)
