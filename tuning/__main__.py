@@ -153,7 +153,7 @@ def warmup(model: str, tp: int, arch: str | None, **rest: Any) -> None:
 @click.option("--recurrence", "kinds", multiple=True, default=tuple(LAYERS), type=click.Choice(tuple(LAYERS)))
 @click.option("--regime", "regimes", multiple=True, default=REGIMES, type=click.Choice(REGIMES), help="Of the decays.")
 @click.option(
-    "--scheme", "names", multiple=True, type=click.Choice([one.name for one in SCHEMES]), help="All at first."
+    "--scheme", "names", multiple=True, type=click.Choice([one.name for one in SCHEMES]), help="All if none is named."
 )
 @click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="Record of the run.")
 def precision(

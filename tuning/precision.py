@@ -156,7 +156,8 @@ def parameters(kind: Recurrence, regime: str) -> dict[str, Tensor]:
 
 def draw(kind: Recurrence, regime: str, tokens: int, generator: torch.Generator) -> Inputs:
     """So many tokens of one row."""
-    layer, given = LAYERS[kind], parameters(kind, regime)
+    layer = LAYERS[kind]
+    given: dict[str, Any] = parameters(kind, regime)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(1, tokens, *shape, generator=generator)
@@ -262,7 +263,7 @@ def entry(kind: Recurrence, regime: str, scheme: Scheme, tokens: int, errors: Te
 
 
 def precision_tables(entries: Iterable[Mapping[str, Any]]) -> str:
-    """Markdown: for each length a table of the schemes by recurrence and regime, mean and 99th percentile in percent."""
+    """Markdown: for each length a table of the schemes by recurrence and regime, mean / 99th percentile in percent."""
     found = list(entries)
     lines = []
     for tokens in sorted({one["tokens"] for one in found}):
