@@ -1,7 +1,7 @@
 """States that are stored with stochastic rounding are right on average, and each slot has noise of its own.
 
-Statistics over 512 slots that hold one request and differ in their seeds, in both 16-bit dtypes; `tests/test_read_copy.py`
-covers the same storage bit by bit through the verbs.
+Statistics over 512 slots that hold one request and differ in their seeds, in both 16-bit dtypes. The same storage is
+compared bit by bit through the verbs in `tests/test_read_copy.py`.
 """
 
 from __future__ import annotations
