@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from replayssm.pool import bytes_per_slot
-from replayssm.reference import quant
+from replayssm.reference import formats, quant
 from replayssm.spec import READ_FORMATS, ReadDtype, ReplaySpec, scale_bytes
 from tests.helpers.cases import RELEASED
 from tests.helpers.tolerance import same_bytes
@@ -88,6 +88,22 @@ def test_nvfp4_is_the_definition(divisors: tuple[float, ...]) -> None:
     spread = np.repeat(tiles, 16, 1)[:, :20, None]
     expected = values * (scales.view(E4M3).astype(np.float32) * spread)[..., None]
     assert quant.decode(parts, "nvfp4")[0].tolist() == expected.reshape(3, 20, 32).tolist()
+
+
+MUTANTS: dict[str, tuple[str, Any]] = {
+    "the high nibble first": ("pack_e2m1", lambda code: code[..., 1::2] | code[..., ::2] << 4),
+    "codes cut, not rounded": ("encode_e2m1", lambda x, encode=formats.encode_e2m1: encode(x * 0.9)),
+    "scales rounded up": ("encode_e4m3", lambda x, encode=formats.encode_e4m3: encode(x * 1.06)),
+    "signs lost": ("encode_e2m1", lambda x, encode=formats.encode_e2m1: encode(x.abs())),
+    "tiles twice as large": ("encode_ue8m0", lambda x, encode=formats.encode_ue8m0: encode(x * 2)),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_another_rounding_is_not_the_definition(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats, *MUTANTS[name])
+    with pytest.raises(AssertionError):
+        test_nvfp4_is_the_definition(quant.SEARCH)
 
 
 @pytest.mark.parametrize(("dtype", "largest"), [(torch.float8_e4m3fn, 448.0), (torch.int8, 127.0), ("mxfp8", 448.0)])
