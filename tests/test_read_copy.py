@@ -21,7 +21,7 @@ import replayssm
 from replayssm import Cursors, LayerSpec, Pool, ReplaySpec, bytes_per_slot, make_cursors, make_pool, plan_step
 from replayssm.launch import _commit_kernel
 from replayssm.pool import READ_PARTS
-from replayssm.reference import quant, storage
+from replayssm.reference import quant, replay, storage
 from replayssm.spec import READ_FORMATS, RECURRENCES, Recurrence
 from tests.helpers.cases import Case
 from tests.helpers.draw import make_inputs, part, random_pool
@@ -256,6 +256,52 @@ def test_the_next_fold_draws_anew_and_seeds_decide() -> None:
     assert not same_bytes(first[1], third[1]) and same_bytes(second[0], third[0])
     other = make_pool(work.pool.layer, work.pool.replay, 3, seed=5 << 32).seed
     assert other is not None and other.tolist() == [5 * 2**32 + i for i in range(3)]
+
+
+# Twins that do it wrong.
+
+
+def _fold_from_the_copy(fold: Any = replay.fold) -> Any:
+    def folded(pool: Any, *args: Any, **kwargs: Any) -> Tensor:
+        state = storage.read_copy(pool, torch.arange(pool.num_slots))
+        return fold(replace(pool, checkpoint=state.to(pool.checkpoint.dtype)), *args, **kwargs)
+
+    return folded
+
+
+def _one_draw(pool: Pool, state: Tensor, slots: Tensor, cursors: Cursors) -> Tensor:
+    assert pool.seed is not None
+    return storage.round_state(state, pool.checkpoint.dtype, pool.seed[slots], torch.zeros(len(slots)))
+
+
+READS = ("gdn", F32, "nvfp4", "nearest")
+FAULTS: dict[str, tuple[tuple[Any, str, Any], Any]] = {
+    "a step reads the checkpoint": (
+        (storage, "read_copy", lambda pool, slots: pool.checkpoint[slots].float()),
+        lambda: test_steps_read_the_copy_and_folds_the_checkpoint(*READS, 1),
+    ),
+    "a fold forgets the copy": (
+        (storage, "write_copy", lambda pool, slots: None),
+        lambda: test_steps_read_the_copy_and_folds_the_checkpoint(*READS, 1),
+    ),
+    "a fold starts from the copy": (
+        (replay, "fold", _fold_from_the_copy()),
+        lambda: test_a_copy_never_enters_the_recurrence(*READS),
+    ),
+    "every fold draws the same": (
+        (storage, "rounded", _one_draw),
+        lambda: test_the_next_fold_draws_anew_and_seeds_decide(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_wrong_twin_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    patch, check = FAULTS[name]
+    check()
+    monkeypatch.setattr(*patch)
+    with pytest.raises(AssertionError):
+        check()
 
 
 # What can be asked for.
