@@ -178,8 +178,9 @@ def precision(
 @main.command()
 @click.argument("record", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 def report(record: Path) -> None:
-    """Print the steps of a benchmark's record as a Markdown table."""
-    click.echo(markdown_table(json.loads(record.read_text())["entries"]))
+    """Print a record of `bench` or `precision` as Markdown tables."""
+    entries = json.loads(record.read_text())["entries"]
+    click.echo(precision_tables(entries) if "scheme" in entries[0] else markdown_table(entries))
 
 
 def _options(shape: ModelShape, activation: torch.dtype, given: Mapping[str, Any]) -> KernelOptions:

@@ -263,18 +263,38 @@ def entry(kind: Recurrence, regime: str, scheme: Scheme, tokens: int, errors: Te
 
 
 def precision_tables(entries: Iterable[Mapping[str, Any]]) -> str:
-    """Markdown: for each length a table of the schemes by recurrence and regime, mean / 99th percentile in percent."""
+    """Markdown, errors in percent: for each length the schemes by recurrence and regime, mean / 99th percentile; for
+    more than two lengths one table of the means."""
     found = list(entries)
-    lines = []
-    for tokens in sorted({one["tokens"] for one in found}):
-        at = [one for one in found if one["tokens"] == tokens]
-        columns = list(dict.fromkeys((one["recurrence"], one["regime"]) for one in at))
-        cells = {(one["scheme"], one["recurrence"], one["regime"]): one for one in at}
-        lines += [f"{tokens} tokens:", "", "| state | bits read | " + " | ".join(map(" ".join, columns)) + " |"]
-        lines += ["|---|---|" + "---|" * len(columns)]
-        for name, bits in dict.fromkeys((one["scheme"], one["bits_read"]) for one in at):
-            row = [cells.get((name, *column)) for column in columns]
-            texts = ["" if one is None else f"{100 * one['mean']:.2g} / {100 * one['p99']:.2g}" for one in row]
-            lines.append(f"| {name} | {bits:g} | " + " | ".join(texts) + " |")
-        lines.append("")
+    lengths = sorted({one["tokens"] for one in found})
+    if len(lengths) > 2:
+        return _by_length(found, lengths)
+    return "\n\n".join(_at_length(found, tokens) for tokens in lengths)
+
+
+def _at_length(entries: Sequence[Mapping[str, Any]], tokens: int) -> str:
+    at = {(one["scheme"], one["recurrence"], one["regime"]): one for one in entries if one["tokens"] == tokens}
+    columns = list(dict.fromkeys(key[1:] for key in at))
+    lines = [f"| {tokens} tokens | bits read | " + " | ".join(map(" ".join, columns)) + " |"]
+    lines.append("|---|---|" + "---|" * len(columns))
+    for name, bits in dict.fromkeys((one["scheme"], one["bits_read"]) for one in at.values()):
+        row = [at.get((name, *column)) for column in columns]
+        texts = ["" if one is None else f"{_percent(one['mean'])} / {_percent(one['p99'])}" for one in row]
+        lines.append(f"| {name} | {bits:g} | " + " | ".join(texts) + " |")
     return "\n".join(lines)
+
+
+def _by_length(entries: Sequence[Mapping[str, Any]], lengths: Sequence[int]) -> str:
+    lines = ["| tokens | | " + " | ".join(map(str, lengths)) + " |", "|---|---|" + "---|" * len(lengths)]
+    rows: dict[tuple[str, str], dict[int, float]] = {}
+    for one in entries:
+        where = f"{one['recurrence']} {one['regime']}"
+        rows.setdefault((one["scheme"], where), {})[one["tokens"]] = one["mean"]
+    for (name, where), means in rows.items():
+        texts = [_percent(means[tokens]) if tokens in means else "" for tokens in lengths]
+        lines.append(f"| {name} | {where} | " + " | ".join(texts) + " |")
+    return "\n".join(lines)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2g}"
