@@ -1,10 +1,18 @@
-"""The tensors that cross from a jit function to its kernel, in groups."""
+"""The tensors that cross from a jit function to its kernel, in groups.
+
+With `RowTensors.cu_seqlens` the axes [rows, T] of inputs and output are [1, total] instead: the rows' tokens one after
+the other.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass.cute as cute
+from cutlass.cute.runtime import make_fake_tensor
+
+from cute_kernels.dtypes import CUTLASS_DTYPE
 
 
 @dataclass(frozen=True)
@@ -27,15 +35,26 @@ class CursorTensors:
 
 @dataclass(frozen=True)
 class RowTensors:
-    """cache_indices [rows]; force_fold [rows] bytes or None."""
+    """cache_indices [rows]; force_fold [rows] bytes or None; cu_seqlens [rows + 1] int32 or None."""
 
     cache_indices: cute.Tensor
     force_fold: cute.Tensor | None
+    cu_seqlens: cute.Tensor | None
+
+
+@dataclass(frozen=True)
+class MoveTensors:
+    """source, destination [rows]; num_records [rows] int32. A destination is the source, and all records are meant,
+    where None."""
+
+    source: cute.Tensor
+    destination: cute.Tensor | None
+    num_records: cute.Tensor | None
 
 
 @dataclass(frozen=True)
 class Mamba2Tensors:
-    """x, z [rows, 1, HV, V]; dt [rows, 1, HV]; B, C [rows, 1, G, K]."""
+    """x, z [rows, T, HV, V]; dt [rows, T, HV]; B, C [rows, T, G, K]."""
 
     x: cute.Tensor
     dt: cute.Tensor
@@ -55,7 +74,7 @@ class Mamba2Parameters:
 
 @dataclass(frozen=True)
 class GdnTensors:
-    """q, k [rows, 1, HK, K]; v [rows, 1, HV, V]; a, b [rows, 1, HV]."""
+    """q, k [rows, T, HK, K]; v [rows, T, HV, V]; a, b [rows, T, HV]."""
 
     q: cute.Tensor
     k: cute.Tensor
@@ -74,7 +93,7 @@ class GdnParameters:
 
 @dataclass(frozen=True)
 class KdaTensors:
-    """q, k [rows, 1, HK, K]; v [rows, 1, HV, V]; g [rows, 1, HV, K]; beta [rows, 1, HV]."""
+    """q, k [rows, T, HK, K]; v [rows, T, HV, V]; g [rows, T, HV, K]; beta [rows, T, HV]."""
 
     q: cute.Tensor
     k: cute.Tensor
@@ -97,7 +116,7 @@ ParameterTensors = Mamba2Parameters | GdnParameters | KdaParameters
 
 @dataclass(frozen=True)
 class StepTensors:
-    """All tensors of a step; `out` is [rows, 1, HV, V]."""
+    """All tensors of a step; `out` is [rows, T, HV, V]."""
 
     pool: PoolTensors
     cursors: CursorTensors
@@ -105,3 +124,9 @@ class StepTensors:
     inputs: InputTensors
     parameters: ParameterTensors
     out: cute.Tensor
+
+
+def fake_vector(dtype: str, extent: Any) -> Any:
+    """A packed vector to compile for."""
+    element = CUTLASS_DTYPE[dtype]
+    return make_fake_tensor(element, (extent,), (1,), assumed_align=element.width // 8)

@@ -9,27 +9,30 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.cute.runtime import make_fake_stream
 
-from cute_kernels.args import CursorTensors, RowTensors
+from cute_kernels.args import CursorTensors, RowTensors, fake_vector
 from cute_kernels.compile import compiled
-from cute_kernels.dtypes import CUTLASS_DTYPE
-from cute_kernels.primitives.arithmetic import select
+from cute_kernels.primitives.arithmetic import at_most, select
 from cute_kernels.primitives.memory import load_words, store_words
-from cute_kernels.replay.cursor import RowCursor, is_padding, load_force, load_slot
+from cute_kernels.replay.cursor import RowCursor, is_padding, load_force, load_slot, load_span
 
 THREADS = 128
 
 
 @dataclass(frozen=True)
 class CommitKey:
-    """Everything that one compiled commit kernel depends on, beside the architecture."""
+    """Everything that one compiled commit kernel depends on, beside the architecture.
+
+    With `cu_seqlens` the key's `num_draft` is the most tokens that a row has.
+    """
 
     window: int
     num_draft: int
     index_dtype: str = "int32"
     has_force_fold: bool = False
     has_num_accepted: bool = False
+    has_cu_seqlens: bool = False
 
 
 @cute.kernel
@@ -46,14 +49,16 @@ def commit_kernel(
     block, _, _ = cute.arch.block_idx()
     row = block * THREADS + thread
     if row < cute.size(rows.cache_indices):
-        slot = load_slot(rows, row, key.index_dtype)
-        if not is_padding(slot, pad_slot):
+        slot = load_slot(rows.cache_indices, row, key.index_dtype)
+        _, tokens = load_span(rows, row, key.num_draft)
+        if not (is_padding(slot, pad_slot) | (tokens == 0)):
             cursor = RowCursor.load(
-                cursors, slot, load_force(rows, row), capacity=ring_capacity, window=key.window, tokens=key.num_draft
+                cursors, slot, load_force(rows, row), capacity=ring_capacity, window=key.window, tokens=tokens
             )
-            accepted = Int32(key.num_draft)
+            accepted = Int32(tokens)
             if cutlass.const_expr(num_accepted is not None):
-                accepted = Int32(load_words(num_accepted.iterator.toint() + Int64(row) * 4, 1)[0])
+                given = Int32(load_words(num_accepted.iterator.toint() + Int64(row) * 4, 1)[0])
+                accepted = select(given < 0, Int32(0), at_most(given, accepted))
             offset = cursor.slot * 4
             start = select(cursor.folds, cursor.physical(cursor.count), cursor.start)
             left = select(cursor.folds, Int32(0), cursor.count)
@@ -80,17 +85,14 @@ def commit_launch(
 def fake_arguments(key: CommitKey) -> tuple[Any, ...]:
     """Fake tensors of the shapes and dtypes that a commit kernel admits."""
 
-    def vector(name: str, extent: Any) -> Any:
-        dtype = CUTLASS_DTYPE[name]
-        return make_fake_tensor(dtype, (extent,), (1,), assumed_align=dtype.width // 8)
-
     batch, slots = cute.sym_int64(), cute.sym_int64()
-    cursors = CursorTensors(vector("int32", slots), vector("int32", slots))
+    cursors = CursorTensors(fake_vector("int32", slots), fake_vector("int32", slots))
     rows = RowTensors(
-        cache_indices=vector(key.index_dtype, batch),
-        force_fold=vector("uint8", batch) if key.has_force_fold else None,
+        cache_indices=fake_vector(key.index_dtype, batch),
+        force_fold=fake_vector("uint8", batch) if key.has_force_fold else None,
+        cu_seqlens=fake_vector("int32", cute.sym_int64()) if key.has_cu_seqlens else None,
     )
-    num_accepted = vector("int32", batch) if key.has_num_accepted else None
+    num_accepted = fake_vector("int32", batch) if key.has_num_accepted else None
     return cursors, rows, num_accepted, Int32(1), Int32(-1), key, make_fake_stream(use_tvm_ffi_env_stream=True)
 
 

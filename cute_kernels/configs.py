@@ -83,11 +83,12 @@ Options = Mamba2Options | GdnOptions | KdaOptions
 
 @dataclass(frozen=True)
 class RowOptions:
-    """How a step is called: dtype of `cache_indices`, whether a force_fold mask comes, and dependent launch (PDL)."""
+    """How a step is called: dtype of `cache_indices`, which masks come, and dependent launch (PDL)."""
 
     index_dtype: str = "int32"
     has_force_fold: bool = False
     pdl: bool = False
+    has_cu_seqlens: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,8 @@ class StepKey:
     """Everything that one compiled step kernel depends on, beside the architecture.
 
     `ring_layout` is "record_major" or "head_major" where the axes within a slot are packed in that order, else
-    "strided". `value_dtype` and `decay_dtype` are those of the rings; the former is the activations' when None.
+    "strided". `value_dtype` and `decay_dtype` are those of the rings; the former is the activations' when None. With
+    `cu_seqlens` rows may have fewer than `num_tokens`.
     """
 
     num_v_heads: int
@@ -113,6 +115,11 @@ class StepKey:
     value_dtype: str | None = None
     decay_dtype: str = "float32"
     num_tokens: int = 1
+
+    @property
+    def drafts(self) -> bool:
+        """Whether the kernel of several tokens runs, rather than that of one."""
+        return self.num_tokens > 1 or self.rows.has_cu_seqlens
 
     @property
     def record_dtype(self) -> str:
@@ -154,7 +161,7 @@ class Tile:
             window=key.window,
             fold_values=key.config.fold_values,
             value_size=SIZE_BYTES[key.record_dtype],
-            probes=key.probes if key.num_tokens == 1 else 0,
+            probes=0 if key.drafts else key.probes,
             channels=isinstance(key.options, KdaOptions),
             tokens=key.num_tokens,
         )
@@ -360,7 +367,7 @@ def invalid_reason(key: StepKey, arch: Arch) -> str | None:
     if config.precision not in TERMS:
         return f"precision: supported are {', '.join(TERMS)}, got {config.precision}"
     needed = tile.smem_bytes
-    if key.num_tokens > 1:
+    if key.drafts:
         needed += DraftShape.of(key).staging_bytes(tile) - tile.staging_bytes
     if needed > arch.smem_bytes:
         return f"shared memory: {needed} bytes, {arch.name} has {arch.smem_bytes}; raise split"

@@ -48,7 +48,10 @@ class Cta:
     """What a CTA works on, as one of its threads sees it.
 
     Args:
+        place: its row is the inputs' row, 0 where they hold all rows' tokens one after the other.
         channels: of V, in each 16 rows of this warp.
+        first_token: where the row's tokens begin on the token axis.
+        num_tokens: how many the row has, at most `shape.tokens`; the others count as zeros and are not stored.
         memory: where the tile is; behind it the decays by channel, then the scores, later a fold's records.
     """
 
@@ -56,6 +59,8 @@ class Cta:
     key: StepKey
     place: Place
     channels: list[Channels]
+    first_token: Any
+    num_tokens: Any
     memory: TileMemory
 
     @property
@@ -101,12 +106,16 @@ class Cta:
         return [first + self.place.lane % 4 * 2 + e for e in (0, 1, 8, 9)]
 
     def is_token(self, token: Any) -> Int32:
-        """Whether the step has this token."""
-        return Int32(token < self.shape.tokens)
+        """Whether the row has this token."""
+        return Int32(token < self.num_tokens)
+
+    def token_at(self, token: Any) -> Any:
+        """A token's index on the token axis."""
+        return self.first_token + token
 
     def input_place(self, tensor: cute.Tensor, token: Any, *index: Any) -> Int64:
         """Where a token's part of an input or the output begins."""
-        return address(tensor, SIZE_BYTES[self.key.activation_dtype], self.place.row, token, *index)
+        return address(tensor, SIZE_BYTES[self.key.activation_dtype], self.place.row, self.token_at(token), *index)
 
     def value_place(self, cursor: RowCursor, record: Any, channel: Any) -> Int64:
         """Where a channel of a record is, or goes, in the value ring."""
@@ -150,9 +159,10 @@ class TokenChannel:
     @classmethod
     def load(cls, cta: Cta, policy: Kda, token: int, own: tuple[Int32, Int32]) -> TokenChannel:
         place, dtype, (channel, inside) = cta.place, cta.key.activation_dtype, own
+        inside = inside * cta.is_token(token)
         inputs: Any = cta.tensors.inputs
         parameters: Any = cta.tensors.parameters
-        gate = policy.load_channel(inputs, parameters, place.row, token, place.head, channel, inside)
+        gate = policy.load_channel(inputs, parameters, place.row, cta.token_at(token), place.head, channel, inside)
         query, key = (
             load_scalar_if(inside, cta.input_place(tensor, token, place.group, channel), dtype)
             for tensor in (policy.query(inputs), policy.key(inputs))
@@ -165,7 +175,7 @@ class DraftLoads:
     """Loads that need neither slot nor cursor.
 
     Args:
-        gate: what `Recurrence.load_token` loaded for the token of this lane; the last one's from there on.
+        gate: what `Recurrence.load_token` loaded for the token of this lane; the first one's where there is none.
         probes: by probe and block of tokens, this lane's words of its vector.
         values: for each 16 rows of the warp, the words of this lane's channels of its tokens (`Cta.own`); empty under
             a delta rule.
@@ -184,10 +194,10 @@ class DraftLoads:
     @classmethod
     def start(cls, cta: Cta) -> DraftLoads:
         policy, shape, place, inputs = cta.policy, cta.shape, cta.place, cta.tensors.inputs
-        own = select(place.lane < shape.tokens, place.lane, Int32(shape.tokens - 1))
-        gate = policy.load_token(inputs, cta.tensors.parameters, place.row, own, place.head)
+        own = select(place.lane < cta.num_tokens, place.lane, Int32(0))
+        gate = policy.load_token(inputs, cta.tensors.parameters, place.row, cta.token_at(own), place.head)
         probes = load_probes(cta)
-        values, epilogues = [], []
+        values, epilogues, row, head = [], [], place.row, place.head
         for part in cta.channels:
             channel = place.first_row + part.first
             own_tokens = cta.own(0)[: 2 * shape.token_blocks]
@@ -200,7 +210,7 @@ class DraftLoads:
             epilogues.append(
                 [
                     [
-                        policy.load_epilogue(inputs, place.row, own_tokens[i], place.head, channel + c, inside[i])
+                        policy.load_epilogue(inputs, row, cta.token_at(own_tokens[i]), head, channel + c, inside[i])
                         for c in (0, 1)
                         for i in (2 * b, 2 * b + 1)
                     ]

@@ -12,6 +12,7 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32
 from cute_kernels.args import PoolTensors, StepTensors
 from cute_kernels.configs import LANES_PER_RECORD, SIZE_BYTES, WARP, GdnOptions, KdaOptions, StepKey, Tile
 from cute_kernels.primitives.arithmetic import select
+from cute_kernels.primitives.bulk import bulk_wait
 from cute_kernels.primitives.convert import unpack
 from cute_kernels.primitives.memory import KEEP, STREAM, load_words_if, store_words_if
 from cute_kernels.primitives.reduce import broadcast
@@ -112,10 +113,14 @@ def append_folded_decay(pool: PoolTensors, place: Place, cursor: RowCursor, gate
 
 @dataclass(frozen=True)
 class TileMemory:
-    """Shared addresses of a CTA: its tile of the checkpoint, and what is staged beside it."""
+    """Shared addresses of a CTA: its tile of the checkpoint, and what is staged beside it.
+
+    `arrival` is the barrier of the tile's copy where a fold must wait for it, else None.
+    """
 
     state: Int32
     staging: Int32
+    arrival: Any = None
 
 
 @dataclass(frozen=True)
@@ -330,6 +335,8 @@ def fold_records(
         weight = broadcast(decays.weights[first // WARP], first % WARP + place.thread // LANES_PER_RECORD)
         stage_record(stage, statics, index, lane8, LoadedRecord(keys, values, key_ring, value_ring), weight)
     cute.arch.barrier()
+    if shared.arrival is not None:
+        bulk_wait(shared.arrival)
     columns_of = [decays.window]
     if tile.channels:
         columns_of = fold_factors(tile, shared.staging, tile.padded_window, stage.column_lane)

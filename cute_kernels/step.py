@@ -272,7 +272,7 @@ def step_kernel(tensors: StepTensors, pad_slot: Int32, key: cutlass.Constexpr):
     shared = Shared(Int32(state.data_ptr().toint()), Int32(staging.data_ptr().toint()), barrier.data_ptr())
     if cutlass.const_expr(key.rows.pdl):
         cute.arch.griddepcontrol_wait()
-    slot = load_slot(tensors.rows, row, key.rows.index_dtype)
+    slot = load_slot(tensors.rows.cache_indices, row, key.rows.index_dtype)
     early = TokenLoads.start(tensors, key, place)
     bulk_init(thread, shared.barrier)
     cute.arch.barrier()
@@ -316,9 +316,12 @@ def compact(group: Any) -> Any:
         return None
     if dataclasses.is_dataclass(group):
         return type(group)(*(compact(getattr(group, field.name)) for field in dataclasses.fields(group)))
-    strides = list(group.stride)
-    if len(strides) > 2 and group.shape[1] == TOKENS and not isinstance(strides[1], int):
-        strides[1] = 0  # the token axis, of extent 1
+    # One row or one token has no neighbour.
+    alone = [isinstance(extent, int) and extent == 1 for extent in group.shape]
+    strides = [
+        0 if one and len(alone) > 2 and not isinstance(stride, int) else stride
+        for one, stride in zip(alone, group.stride, strict=True)
+    ]
     return cute.make_tensor(group.iterator, cute.make_layout(tuple(1 for _ in strides), stride=tuple(strides)))
 
 
@@ -336,9 +339,12 @@ def step_launch(
 ):
     """Host side of the launch: one CTA for each part of each head of each row."""
     tensors = StepTensors(pool, cursors, rows, inputs, parameters, out)
-    kernel_of_tokens = step_kernel if key.num_tokens == 1 else verify_kernel
-    kernel_of_tokens(compact(tensors), pad_slot, key).launch(
-        grid=[key.num_v_heads * key.config.split, out.shape[0], 1],
+    if cutlass.const_expr(key.drafts):
+        prepared = verify_kernel(compact(tensors), Int32(out.shape[1]), pad_slot, key)
+    else:
+        prepared = step_kernel(compact(tensors), pad_slot, key)
+    prepared.launch(
+        grid=[key.num_v_heads * key.config.split, cute.size(rows.cache_indices), 1],
         block=[THREADS, 1, 1],
         stream=stream,
         use_pdl=key.rows.pdl,
@@ -349,7 +355,7 @@ def fake_arguments(key: StepKey) -> tuple[Any, ...]:
     """Fake tensors of the shapes, dtypes, strides and alignments that a step kernel admits."""
     activation, options = CUTLASS_DTYPE[key.activation_dtype], key.options
     hv, hk, v, k = key.num_v_heads, key.num_k_heads, key.head_dim, key.d_state
-    slots, batch, capacity = cute.sym_int64(), cute.sym_int64(), key.ring_capacity
+    slots, batch, total, capacity = cute.sym_int64(), cute.sym_int64(), cute.sym_int64(), key.ring_capacity
 
     def tensor(dtype: Any, shape: tuple[Any, ...], steps: tuple[Any, ...], align: int) -> Any:
         """A tensor whose strides are free, in units of the alignment, where `steps` says None."""
@@ -358,9 +364,10 @@ def fake_arguments(key: StepKey) -> tuple[Any, ...]:
         return make_fake_tensor(dtype, shape, strides, assumed_align=align)
 
     def rows_of(dtype: Any, shape: tuple[int, ...], align: int) -> Any:
-        """[batch, tokens, *shape] with `shape` packed."""
+        """[batch, tokens, *shape], or [1, total, *shape], with `shape` packed."""
         steps = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-        return tensor(dtype, (batch, key.num_tokens, *shape), (None, None, *steps), align)
+        extent = (1, total) if key.rows.has_cu_seqlens else (batch, key.num_tokens)
+        return tensor(dtype, (*extent, *shape), (None, None, *steps), align)
 
     def ring(dtype: Any, heads: int, width: tuple[int, ...], align: int) -> Any:
         """[slots, heads, capacity, *width] in the layout of the key."""
@@ -388,6 +395,7 @@ def fake_arguments(key: StepKey) -> tuple[Any, ...]:
     rows = RowTensors(
         cache_indices=tensor(index, (batch,), (1,), index.width // 8),
         force_fold=tensor(CUTLASS_DTYPE["uint8"], (batch,), (1,), 1) if key.rows.has_force_fold else None,
+        cu_seqlens=tensor(int32, (cute.sym_int64(),), (1,), 4) if key.rows.has_cu_seqlens else None,
     )
 
     def scalars(dtype: str) -> Any:

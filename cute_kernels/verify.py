@@ -23,7 +23,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 from cute_kernels.args import StepTensors
 from cute_kernels.configs import SIZE_BYTES, WARP, DraftShape, Tile
 from cute_kernels.drafts import WARPS, Channels, Cta, Draft, DraftLoads, WindowLoads, load_probes
-from cute_kernels.primitives.arithmetic import LOG2_E, exp2, select
+from cute_kernels.primitives.arithmetic import LOG2_E, at_most, exp2, select
 from cute_kernels.primitives.bulk import bulk_init, bulk_load, bulk_wait
 from cute_kernels.primitives.control import when
 from cute_kernels.primitives.convert import pack, unpack
@@ -33,16 +33,9 @@ from cute_kernels.primitives.reduce import broadcast
 from cute_kernels.records import TileMemory, fold_records, leads_group
 from cute_kernels.recurrences.base import Gate
 from cute_kernels.replay.channels import own_channels
-from cute_kernels.replay.cursor import RowCursor, is_padding, load_force, load_slot
-from cute_kernels.replay.draft import (
-    read_state,
-    score_block,
-)
-from cute_kernels.replay.window import (
-    Place,
-    address,
-    store_scalar_if,
-)
+from cute_kernels.replay.cursor import RowCursor, is_padding, load_force, load_slot, load_span
+from cute_kernels.replay.draft import read_state, score_block
+from cute_kernels.replay.window import Place, address, store_scalar_if
 
 
 def score_records(cta: Cta, cursor: RowCursor, early: DraftLoads, loads: WindowLoads, draft: Draft) -> None:
@@ -102,7 +95,8 @@ def stage_channels(cta: Cta, cursor: RowCursor, early: DraftLoads, records: Any)
     stage_probes(cta, early, decays, records)
     for t in range(tokens):
         of_token = [channel[t] for channel in decays]
-        records.append(cta.tensors.pool.decay, cta.key.decay_dtype, cta.tile, place, cursor, of_token, t)
+        ring, dtype, valid = cta.tensors.pool.decay, cta.key.decay_dtype, cta.is_token(t)
+        records.append(ring, dtype, cta.tile, place, cursor, of_token, ahead=t, valid=valid)
     for later in range(tokens):
         sums = [Float32(0.0)] * (2 * tokens)
         for channel, of_channel in zip(early.channels, decays, strict=True):
@@ -231,14 +225,17 @@ def write_outputs(cta: Cta, part: Channels, outputs: list[list[Any]], epilogues:
 
 
 @cute.kernel
-def verify_kernel(tensors: StepTensors, pad_slot: Int32, key: cutlass.Constexpr):
-    """One CTA: see this module's docstring, and `step.step_kernel` for the order of its loads."""
+def verify_kernel(tensors: StepTensors, total: Int32, pad_slot: Int32, key: cutlass.Constexpr):
+    """One CTA: see this module's docstring, and `step.step_kernel` for the order of its loads.
+
+    `total` is the extent of the inputs' token axis.
+    """
     tile, shape, config = Tile.of(key), DraftShape.of(key), key.config
     thread, _, _ = cute.arch.thread_idx()
     block, row, _ = cute.arch.block_idx()
     head = block // config.split
     place = Place(
-        row=row,
+        row=Int32(0) if key.rows.has_cu_seqlens else row,
         head=head,
         group=head // (key.num_v_heads // key.num_k_heads),
         first_row=(block % config.split) * tile.rows,
@@ -251,17 +248,27 @@ def verify_kernel(tensors: StepTensors, pad_slot: Int32, key: cutlass.Constexpr)
     staging_memory = cutlass.Array(Uint32, (shape.staging_bytes(tile) // 4,), space=smem, alignment=16)
     barrier = cutlass.Array(Int64, (1,), space=smem, alignment=8).data_ptr()
     state, staging = Int32(state_memory.data_ptr().toint()), Int32(staging_memory.data_ptr().toint())
-    cta = Cta(tensors, key, place, Channels.of(tile, place), TileMemory(state, staging))
     if cutlass.const_expr(key.rows.pdl):
         cute.arch.griddepcontrol_wait()
-    slot = load_slot(tensors.rows, row, key.rows.index_dtype)
+    slot = load_slot(tensors.rows.cache_indices, row, key.rows.index_dtype)
+    first_token, num_tokens = load_span(tensors.rows, row, shape.tokens)
+    padding = is_padding(slot, pad_slot)
+    if cutlass.const_expr(key.rows.has_cu_seqlens):
+        # Lengths that do not fit the inputs are a mistake of the caller's; they must not lead out of them.
+        first_token = at_most(first_token, total)
+        num_tokens = at_most(num_tokens, total - first_token)
+        # A row without tokens has nothing to do; what it loads meanwhile is another row's.
+        first_token = select(num_tokens == 0, Int32(0), first_token)
+        padding = padding | (num_tokens == 0)
+    cta = Cta(tensors, key, place, Channels.of(tile, place), first_token, num_tokens, TileMemory(state, staging))
     early = DraftLoads.start(cta)
     bulk_init(thread, barrier)
     cute.arch.barrier()
-    if is_padding(slot, pad_slot):
+    if padding:
         for token in cutlass.range_constexpr(shape.tokens):
             where = cta.input_place(tensors.out, token, head, place.first_row + thread)
-            store_scalar_if(thread < tile.rows, where, Float32(0.0), key.activation_dtype)
+            inside = Int32(thread < tile.rows) * cta.is_token(token)
+            store_scalar_if(inside, where, Float32(0.0), key.activation_dtype)
     else:
         cursor = RowCursor.load(
             tensors.cursors,
@@ -269,7 +276,7 @@ def verify_kernel(tensors: StepTensors, pad_slot: Int32, key: cutlass.Constexpr)
             load_force(tensors.rows, row),
             capacity=key.ring_capacity,
             window=key.window,
-            tokens=shape.tokens,
+            tokens=num_tokens,
         )
         tile_at = address(tensors.pool.checkpoint, SIZE_BYTES[key.checkpoint_dtype], slot, head, place.first_row)
         bulk_load(thread, state, tile_at, barrier, Int64(EVICT_NORMAL), tile.bytes)

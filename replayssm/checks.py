@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from replayssm import debug
 from replayssm.inputs import GdnInputs, Inputs, KdaInputs, Mamba2Inputs
 from replayssm.spec import LayerSpec, ReplaySpec
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from replayssm.pool import Pool
 
 ALIGNMENT_BYTES = 16
-DEBUG = os.environ.get("REPLAYSSM_DEBUG") == "1"
 
 
 def describe(tensor: Tensor) -> str:
@@ -84,19 +83,28 @@ def check_slots(name: str, slots: object, cursors: Cursors) -> Tensor:
     length = slots.shape[0] if isinstance(slots, Tensor) and slots.dim() else None
     check_tensor(name, slots, (length,), (torch.int64, torch.int32), cursors.device)
     assert isinstance(slots, Tensor)
-    if DEBUG and slots.numel() and not 0 <= int(slots.min()) <= int(slots.max()) < cursors.num_slots:
+    if debug.DEBUG and slots.numel() and not 0 <= int(slots.min()) <= int(slots.max()) < cursors.num_slots:
         raise ValueError(f"{name}: expected slots of 0 to {cursors.num_slots - 1}, got {slots.tolist()}")
     return slots.long()
 
 
 def check_commit(
-    cursors: Cursors, cache_indices: object, num_draft: int, num_accepted: object, force_fold: object
+    cursors: Cursors,
+    cache_indices: object,
+    num_draft: int,
+    cu_seqlens: object,
+    num_accepted: object,
+    force_fold: object,
 ) -> None:
     """Refuse arguments of `commit` that do not fit the cursors."""
     limit = cursors.replay.max_draft
     if not isinstance(num_draft, int) or not 1 <= num_draft <= limit:
         raise ValueError(f"num_draft: expected 1 to max_draft = {limit}, got {num_draft!r}; raise ReplaySpec.max_draft")
     rows = _check_rows_of("cache_indices", cache_indices, None, (torch.int32, torch.int64), cursors.device)
+    if cu_seqlens is not None:
+        _check_rows_of("cu_seqlens", cu_seqlens, rows + 1, (torch.int32,), cursors.device)
+        if num_draft != 1:
+            raise ValueError(f"num_draft: expected none beside cu_seqlens, got {num_draft}; pass one of the two")
     if num_accepted is not None:
         _check_rows_of("num_accepted", num_accepted, rows, (torch.int32,), cursors.device)
     if force_fold is not None:
@@ -140,7 +148,11 @@ def check_step(
     rows = _check_rows_of("cache_indices", cache_indices, None, (torch.int32, torch.int64), device)
     value = getattr(inputs, "x" if layer.recurrence == "mamba2" else "v")
     tokens = value.shape[1] if isinstance(value, Tensor) and value.dim() == 4 else None
-    for name, (shape, dtypes, packed_from) in input_fields(layer, replay, rows, tokens).items():
+    packed = inputs.cu_seqlens is not None
+    if packed:
+        _check_rows_of("inputs.cu_seqlens", inputs.cu_seqlens, rows + 1, (torch.int32,), device)
+    extent = 1 if packed else rows
+    for name, (shape, dtypes, packed_from) in input_fields(layer, replay, extent, tokens).items():
         tensor = getattr(inputs, name)
         if tensor is None and name in _OPTIONAL and layer.recurrence == "mamba2":
             continue
@@ -154,13 +166,13 @@ def check_step(
     if (bound := getattr(inputs, "lower_bound", None)) is not None and not bound < 0:
         raise ValueError(f"inputs.lower_bound: expected a negative number or None, got {bound}")
     assert isinstance(tokens, int)
-    if not 1 <= tokens <= replay.max_draft:
+    if not packed and not 1 <= tokens <= replay.max_draft:
         raise ValueError(
             f"inputs: expected 1 to max_draft = {replay.max_draft} tokens a row, got T = {tokens}; "
             "make the pool with a larger ReplaySpec.max_draft"
         )
     if out is not None:
-        shape = (rows, tokens, layer.num_v_heads, layer.head_dim)
+        shape = (extent, tokens, layer.num_v_heads, layer.head_dim)
         check_tensor("out", out, shape, (replay.activation_dtype,), device, contiguous_from=2)
         assert isinstance(out, Tensor)
         check_alignment("out", out, 2)
@@ -199,83 +211,6 @@ def _check_rows_of(
     check_tensor(name, tensor, (rows,), dtypes, device, contiguous_from=0)
     assert isinstance(tensor, Tensor)
     return tensor.shape[0]
-
-
-def is_live(cache_indices: Tensor, pad_slot_id: int) -> Tensor:
-    """[rows] bool: rows that carry a request; those of `pad_slot_id` and of negative slots are padding."""
-    return (cache_indices >= 0) & (cache_indices != pad_slot_id)
-
-
-def check_rows(cursors: Cursors, cache_indices: Tensor, pad_slot_id: int, name: str = "cache_indices") -> None:
-    """Debug mode: refuse slots out of range, two live rows on one slot, and cursors out of range. Synchronises.
-
-    Raises:
-        ValueError: names the first offending slot.
-    """
-    slots = cache_indices[is_live(cache_indices, pad_slot_id)].long()
-    _check_below(name, slots, cursors.num_slots)
-    check_distinct(name, slots)
-    _check_cursors(cursors, slots)
-
-
-def _check_below(name: str, slots: Tensor, num_slots: int) -> None:
-    if slots.numel() and int(slots.max()) >= num_slots:
-        raise ValueError(f"{name}: expected slots below {num_slots}, got {int(slots.max())}")
-
-
-def check_distinct(name: str, slots: Tensor) -> None:
-    """Debug mode: refuse a slot that is named twice. Synchronises."""
-    found, counts = slots.unique(return_counts=True)
-    if found.numel() and int(counts.max()) > 1:
-        raise ValueError(f"{name}: expected distinct slots, got {int(found[counts.argmax()])} more than once")
-
-
-def _check_cursors(cursors: Cursors, slots: Tensor) -> None:
-    limits = {"ring_start": cursors.replay.ring_capacity - 1, "num_committed": cursors.replay.window}
-    for name, limit in limits.items():
-        values = getattr(cursors, name)[slots]
-        bad = (values < 0) | (values > limit)
-        if bool(bad.any()):
-            raise ValueError(
-                f"{name}: expected 0 to {limit}, got {int(values[bad][0])} in slot {int(slots[bad][0])}; "
-                "reset a slot before its first use"
-            )
-
-
-def check_moves(cursors: Cursors, source: Tensor, destination: Tensor, num_records: Tensor | None) -> None:
-    """Debug mode: refuse rows of `materialize` that overlap, leave the pool or ask for too many records. Synchronises.
-
-    Raises:
-        ValueError: names the first offending slot.
-    """
-    live = (source >= 0) & (destination >= 0)
-    read, write = source[live].long(), destination[live].long()
-    for name, slots in (("source", read), ("destination", write)):
-        _check_below(name, slots, cursors.num_slots)
-    check_distinct("destination", write)
-    if (both := write[torch.isin(write, read)]).numel():
-        raise ValueError(
-            f"destination: expected slots that are no source, got {int(both[0])}; flush folds a slot in place"
-        )
-    _check_cursors(cursors, read)
-    if num_records is not None:
-        records, pending = num_records[live], cursors.num_committed[read]
-        bad = (records < 0) | (records > pending)
-        if bool(bad.any()):
-            raise ValueError(
-                f"num_records: expected 0 to num_committed = {int(pending[bad][0])} of slot {int(read[bad][0])}, "
-                f"got {int(records[bad][0])}"
-            )
-
-
-def check_accepted(num_accepted: Tensor | None, num_draft: int, cache_indices: Tensor, pad_slot_id: int) -> None:
-    """Debug mode: refuse a live row that accepts more tokens than were stepped, or fewer than none. Synchronises."""
-    if num_accepted is None:
-        return
-    live = num_accepted[is_live(cache_indices, pad_slot_id)]
-    bad = live[(live < 0) | (live > num_draft)]
-    if bad.numel():
-        raise ValueError(f"num_accepted: expected 0 to num_draft = {num_draft}, got {int(bad[0])}")
 
 
 def check_own_memory(name: str, tensor: Tensor) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +32,7 @@ class Cursors:
     ring_start: Tensor
     num_committed: Tensor
     fold_count: Tensor | None = None
-    kernels: dict[Any, Callable[..., None]] = field(default_factory=dict, init=False, repr=False)
+    launches: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.ring_start, Tensor):

@@ -1,4 +1,9 @@
-"""The tensors of one step, named as each layer's own code names them."""
+"""The tensors of one step, named as each layer's own code names them.
+
+With `cu_seqlens`, [rows + 1] int32, rows may have different numbers of tokens, 0 to `max_draft`: the axes [rows, T] of
+every tensor are [1, total] then, and row r has the tokens from `cu_seqlens[r]` up to `cu_seqlens[r + 1]`. A row without
+tokens is left alone, and so are outputs behind the last row's.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +25,7 @@ class Mamba2Inputs(NamedTuple):
         z: [rows, T, HV, V], activation dtype, or None for no gate; the output is multiplied by silu(z).
         dt_bias: [HV] float32 or activation dtype, or None.
         dt_softplus: apply softplus (identity above 20) to dt + dt_bias.
+        cu_seqlens: see this module; None for T tokens in every row.
     """
 
     x: Tensor
@@ -31,6 +37,7 @@ class Mamba2Inputs(NamedTuple):
     z: Tensor | None = None
     dt_bias: Tensor | None = None
     dt_softplus: bool = False
+    cu_seqlens: Tensor | None = None
 
 
 class GdnInputs(NamedTuple):
@@ -45,6 +52,7 @@ class GdnInputs(NamedTuple):
         scale: factor of q, K ** -0.5 when None.
         l2norm_eps: epsilon under the root of the l2 norm of q and k; None when they come normalised.
         round_beta: sigmoid(b) is rounded to the dtype of b, as engines do that compute it in that dtype.
+        cu_seqlens: see this module; None for T tokens in every row.
     """
 
     q: Tensor
@@ -57,6 +65,7 @@ class GdnInputs(NamedTuple):
     scale: float | None = None
     l2norm_eps: float | None = 1e-6
     round_beta: bool = False
+    cu_seqlens: Tensor | None = None
 
 
 class KdaInputs(NamedTuple):
@@ -73,6 +82,7 @@ class KdaInputs(NamedTuple):
             lower_bound * sigmoid(exp(A_log) * (g + dt_bias)).
         scale: factor of q, K ** -0.5 when None.
         l2norm_eps: epsilon under the root of the l2 norm of q and k; None when they come normalised.
+        cu_seqlens: see this module; None for T tokens in every row.
     """
 
     q: Tensor
@@ -85,6 +95,7 @@ class KdaInputs(NamedTuple):
     lower_bound: float | None = None
     scale: float | None = None
     l2norm_eps: float | None = 1e-6
+    cu_seqlens: Tensor | None = None
 
 
 Inputs = Mamba2Inputs | GdnInputs | KdaInputs

@@ -5,14 +5,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cute_kernels.arch import arch_of_capability
 from cute_kernels.configs import GdnOptions, KdaOptions, Mamba2Options, Options, RowOptions, StepConfig
-from replayssm import checks
+from replayssm import checks, debug
 from replayssm.cursors import Cursors
 from replayssm.inputs import GdnInputs, Inputs, KdaInputs, Mamba2Inputs
 from replayssm.plan import dtype_name, plan_step
@@ -25,30 +25,36 @@ def cuda_commit(
     cursors: Cursors,
     cache_indices: Tensor,
     num_draft: int,
+    cu_seqlens: Tensor | None,
     num_accepted: Tensor | None,
     force_fold: Tensor | None,
     pad_slot_id: int,
 ) -> None:
     """As `cuda_step`: full checks when a signature is new, the launch's own checks after that."""
+    tensors = (cache_indices, cu_seqlens, num_accepted, force_fold)
     try:
-        signature = (num_draft, cache_indices.dtype, _dtype_of(num_accepted), _dtype_of(force_fold))
-        kernel = cursors.kernels[signature]
+        signature = (num_draft, _extra_rows(cache_indices, cu_seqlens), *map(_dtype_of, tensors))
+        kernel = cursors.launches[signature]
     except (AttributeError, TypeError, LookupError):
-        checks.check_commit(cursors, cache_indices, num_draft, num_accepted, force_fold)
-        kernel = cursors.kernels[signature] = _commit_kernel(cursors, *signature)
+        checks.check_commit(cursors, cache_indices, num_draft, cu_seqlens, num_accepted, force_fold)
+        kernel = cursors.launches[signature] = _commit_kernel(cursors, num_draft, *tensors)
     if cache_indices.shape[0] == 0:  # nothing to launch
         return
-    if checks.DEBUG:
-        checks.check_rows(cursors, cache_indices, pad_slot_id)
-        checks.check_accepted(num_accepted, num_draft, cache_indices, pad_slot_id)
-    rows = (cache_indices, None if force_fold is None else force_fold.view(torch.uint8))
+    if debug.DEBUG:
+        debug.check_committed(cursors, cache_indices, num_draft, cu_seqlens, num_accepted, pad_slot_id)
+    rows = (cache_indices, None if force_fold is None else force_fold.view(torch.uint8), cu_seqlens)
     try:
         kernel(
             (cursors.ring_start, cursors.num_committed), rows, num_accepted, cursors.replay.ring_capacity, pad_slot_id
         )
     except (TypeError, ValueError):
-        checks.check_commit(cursors, cache_indices, num_draft, num_accepted, force_fold)
+        checks.check_commit(cursors, cache_indices, num_draft, cu_seqlens, num_accepted, force_fold)
         raise
+
+
+def _extra_rows(cache_indices: Tensor, cu_seqlens: Tensor | None) -> int:
+    """How many more numbers `cu_seqlens` has than there are rows, which no launch compares; 0 where it is absent."""
+    return 0 if cu_seqlens is None else cu_seqlens.shape[0] - cache_indices.shape[0]
 
 
 def _dtype_of(tensor: Tensor | None) -> torch.dtype | None:
@@ -79,22 +85,27 @@ Split = tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...], tuple[Any, .
 
 
 def _split_mamba2(inputs: Mamba2Inputs) -> Split:
-    x, dt, B, C, A, D, z, dt_bias, softplus = inputs
-    return (x, dt, B, C, z), (A, D, dt_bias), (x.shape, dt.dtype, z is None, softplus)
+    x, dt, B, C, A, D, z, dt_bias, softplus, cu_seqlens = inputs
+    return (x, dt, B, C, z), (A, D, dt_bias), (_extent(x, cu_seqlens), dt.dtype, z is None, softplus)
 
 
 def _split_gdn(inputs: GdnInputs) -> Split:
-    q, k, v, a, b, A_log, dt_bias, *settings = inputs
-    return (q, k, v, a, b), (A_log, dt_bias), (v.shape, a.dtype, b.dtype, *settings)
+    q, k, v, a, b, A_log, dt_bias, *settings, cu_seqlens = inputs
+    return (q, k, v, a, b), (A_log, dt_bias), (_extent(v, cu_seqlens), a.dtype, b.dtype, *settings)
 
 
 def _split_kda(inputs: KdaInputs) -> Split:
-    q, k, v, g, beta, A_log, dt_bias, *settings = inputs
-    return (q, k, v, g, beta), (A_log, dt_bias), (v.shape, g.dtype, beta.dtype, *settings)
+    q, k, v, g, beta, A_log, dt_bias, *settings, cu_seqlens = inputs
+    return (q, k, v, g, beta), (A_log, dt_bias), (_extent(v, cu_seqlens), g.dtype, beta.dtype, *settings)
+
+
+def _extent(value: Tensor, cu_seqlens: Tensor | None) -> tuple[int, ...]:
+    """The shape of the values, without their number where it changes from step to step."""
+    return value.shape if cu_seqlens is None else (*value.shape[:1], *value.shape[2:])
 
 
 # By type of inputs: their tensors with a row axis and their parameters, as the kernel takes them, and all else that a
-# launch depends on.
+# launch depends on, beside the rows.
 SPLIT: dict[type, Callable[[Any], Split]] = {
     Mamba2Inputs: _split_mamba2,
     GdnInputs: _split_gdn,
@@ -115,31 +126,35 @@ def cuda_step(
     """Full checks and a plan when a signature is new; later calls rely on the launch's own checks."""
     try:
         tensors, parameters, facts = SPLIT[type(inputs)](inputs)
-        signature = (type(inputs), facts, cache_indices.dtype, _dtype_of(force_fold), launch_options)
+        cu_seqlens = inputs.cu_seqlens
+        rows = (cache_indices.dtype, _dtype_of(force_fold), _dtype_of(cu_seqlens))
+        signature = (type(inputs), facts, rows, _extra_rows(cache_indices, cu_seqlens), launch_options)
         launch = pool.launches[signature]
         if launch.cursors is not cursors or not launch.serves(parameters):
             raise LookupError
     except (AttributeError, TypeError, ValueError, LookupError):
         # A new signature; or no signature could be read, and the checks refuse what was passed.
         checks.check_step(pool, cursors, inputs, cache_indices, out, force_fold)
-        _check_decodes(inputs)
+        _check_decodes(inputs, cache_indices.shape[0])
         value = value_of(inputs)
-        if value.shape[0] == 0:  # nothing to launch
+        if value.numel() == 0:  # nothing to launch
             return torch.empty_like(value) if out is None else out
         launch = pool.launches[signature] = _make_launch(
             pool, cursors, inputs, parameters, cache_indices, force_fold is not None, launch_options
         )
-    if checks.DEBUG:
-        checks.check_rows(cursors, cache_indices, pad_slot_id)
+    if debug.DEBUG:
+        debug.check_rows(cursors, cache_indices, pad_slot_id)
+        debug.check_lengths(cu_seqlens, pool.replay.max_draft, value_of(inputs).shape[1])
+    value = value_of(inputs)
     if out is None:
-        value = value_of(inputs)
         out = torch.empty(value.shape, dtype=value.dtype, device=value.device)
-    rows = (cache_indices, None if force_fold is None else force_fold.view(torch.uint8))
+    if value.shape[1] == 0:  # no row has a token
+        return out
     try:
         launch.kernel(
             launch.pool_array,
             launch.cursor_array,
-            rows,
+            (cache_indices, None if force_fold is None else force_fold.view(torch.uint8), cu_seqlens),
             tensors,
             launch.parameter_array,
             out,
@@ -160,16 +175,15 @@ def value_of(inputs: Any) -> Tensor:
     return inputs.x if isinstance(inputs, Mamba2Inputs) else inputs.v
 
 
-def _check_decodes(inputs: Inputs) -> None:
+def _check_decodes(inputs: Inputs, rows: int) -> None:
     """Refuse what the CUDA kernels do not cover."""
-    name = "x" if isinstance(inputs, Mamba2Inputs) else "v"
     if type(inputs) not in SPLIT:
         raise NotImplementedError(
             f"inputs: CUDA kernels exist for {', '.join(kind.__name__ for kind in SPLIT)}, got "
             f"{type(inputs).__name__}; move the tensors to the CPU"
         )
-    if (rows := value_of(inputs).shape[0]) > MAX_ROWS:
-        raise NotImplementedError(f"inputs.{name}: a launch takes up to {MAX_ROWS} rows, got {rows}; split the batch")
+    if rows > MAX_ROWS:
+        raise NotImplementedError(f"cache_indices: a launch takes up to {MAX_ROWS} rows, got {rows}; split the batch")
 
 
 def _make_launch(
@@ -181,19 +195,19 @@ def _make_launch(
     has_force_fold: bool,
     launch_options: tuple[bool, StepConfig | None],
 ) -> Launch:
-    pdl, config = launch_options
+    (pdl, config), has_cu_seqlens = launch_options, inputs.cu_seqlens is not None
     plan = plan_step(
         pool.layer,
         pool.replay,
         options_of(inputs),
         arch=arch_of(pool.device),
-        batch=value_of(inputs).shape[0],
-        num_tokens=value_of(inputs).shape[1],
-        rows=RowOptions(dtype_name(cache_indices.dtype), has_force_fold, pdl),
+        batch=cache_indices.shape[0],
+        num_tokens=pool.replay.max_draft if has_cu_seqlens else value_of(inputs).shape[1],
+        rows=RowOptions(dtype_name(cache_indices.dtype), has_force_fold, pdl, has_cu_seqlens),
         ring_layout=pool.ring_layout,
         config=config,
     )
-    kernel = kernel_modules()[0].kernel(plan.key, plan.arch)
+    kernel = kernel_modules().step.kernel(plan.key, plan.arch)
     from tvm_ffi import convert
 
     return Launch(
@@ -238,14 +252,21 @@ def options_of(inputs: Inputs) -> Options:
 def _commit_kernel(
     cursors: Cursors,
     num_draft: int,
-    index_dtype: torch.dtype,
-    accepted_dtype: torch.dtype | None,
-    mask_dtype: torch.dtype | None,
+    cache_indices: Tensor,
+    cu_seqlens: Tensor | None,
+    num_accepted: Tensor | None,
+    force_fold: Tensor | None,
 ) -> Callable[..., None]:
     cursors.replay.check_cuda()
-    module = kernel_modules()[1]
-    has_mask, has_accepted = mask_dtype is not None, accepted_dtype is not None
-    key = module.CommitKey(cursors.replay.window, num_draft, dtype_name(index_dtype), has_mask, has_accepted)
+    module = kernel_modules().commit
+    key = module.CommitKey(
+        window=cursors.replay.window,
+        num_draft=num_draft if cu_seqlens is None else cursors.replay.max_draft,
+        index_dtype=dtype_name(cache_indices.dtype),
+        has_force_fold=force_fold is not None,
+        has_num_accepted=num_accepted is not None,
+        has_cu_seqlens=cu_seqlens is not None,
+    )
     return module.kernel(key, arch_of(cursors.device))
 
 
@@ -258,13 +279,22 @@ def arch_of(device: torch.device) -> str:
     return arch_of_capability(torch.cuda.get_device_capability(device)).name
 
 
-def kernel_modules() -> tuple[Any, Any]:
+class KernelModules(NamedTuple):
+    """The modules of `cute_kernels` that launch."""
+
+    step: Any
+    commit: Any
+    materialize: Any
+    empty: Any
+
+
+def kernel_modules() -> KernelModules:
     """The kernel modules, which import the compiler."""
     try:
-        from cute_kernels import commit, step
+        from cute_kernels import commit, empty, materialize, step
     except ImportError as error:
         raise NotImplementedError(
             "CUDA tensors need nvidia-cutlass-dsl and apache-tvm-ffi, which do not import here; "
             "pip install 'nvidia-cutlass-dsl[cu13]>=4.8' apache-tvm-ffi, or move the tensors to the CPU"
         ) from error
-    return step, commit
+    return KernelModules(step, commit, materialize, empty)

@@ -2,8 +2,8 @@
 
 `reset` makes slots ready and `copy_slots` copies them as they are; `flush` and `materialize` fold records, in place and
 into other slots. docs/protocol.md says which an engine calls when. Nothing here waits for the device, and nothing is
-allocated when `out` is given, so that a CUDA graph can capture `step` and `commit` once their kernels are loaded: call
-each once before, with as many rows.
+allocated when `out` is given, so that a CUDA graph can capture `step`, `commit`, `flush` and `materialize` once their
+kernels are loaded: call each once before, with as many rows, and the last two with the same pools and `A`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 
 from cute_kernels.configs import Options, RowOptions, StepConfig
-from replayssm import checks, launch
+from replayssm import checks, debug, launch, model_launch
 from replayssm.cursors import Cursors
 from replayssm.inputs import Inputs
 from replayssm.plan import Plan, plan_step
@@ -38,17 +38,20 @@ def step(
 ) -> Tensor:
     """Decode T tokens a row in one layer: append their records, and fold the rows whose window is full.
 
-    A row folds its committed records into the checkpoint first when `num_committed + T > window`, or when `force_fold`
-    asks for it and there are any. The cursors do not move until `commit`. Caller must give live rows distinct slots
-    within the pool, and cursors in range; `REPLAYSSM_DEBUG=1` checks both, with a synchronisation.
+    T is the same for every row, or with `cu_seqlens` in the inputs each row's own. A row folds its committed records
+    into the checkpoint first when `num_committed + T > window`, or when `force_fold` asks for it and there are any. The
+    cursors do not move until `commit`. Caller must give live rows distinct slots within the pool, and cursors in range;
+    `REPLAYSSM_DEBUG=1` checks both, with a synchronisation.
 
     Args:
         pool: the layer's memory; written in the slots of live rows only.
         cursors: the model's cursors, with the pool's number of slots; read.
-        inputs: `Mamba2Inputs`, `GdnInputs` or `KdaInputs` of T tokens a row, 1 to `max_draft`.
+        inputs: `Mamba2Inputs`, `GdnInputs` or `KdaInputs` of T tokens a row, 1 to `max_draft`; with `cu_seqlens` of 0
+            to `max_draft`. Caller must keep `cu_seqlens` ascending in such steps and within the tokens that there are:
+            else some tokens count as absent. `REPLAYSSM_DEBUG=1` checks it.
         cache_indices: [rows] int32 or int64, the slot of each row. Rows of `pad_slot_id` or of a negative slot are
             padding: their output is zero, whatever their inputs hold, and nothing else is written.
-        out: [rows, T, HV, V] activation dtype, heads packed; written. Allocated when None.
+        out: [rows, T, HV, V], or [1, total, HV, V], activation dtype, heads packed; written. Allocated when None.
         force_fold: [rows] bool, or None.
         pdl: launch with programmatic dependent launch (CUDA): the kernel starts while the one before it drains.
         config: launch parameters (CUDA); chosen when None.
@@ -66,8 +69,9 @@ def step(
     if pool.checkpoint.is_cuda:
         return launch.cuda_step(pool, cursors, inputs, cache_indices, out, force_fold, pad_slot_id, (pdl, config))
     checks.check_step(pool, cursors, inputs, cache_indices, out, force_fold)
-    if checks.DEBUG:
-        checks.check_rows(cursors, cache_indices, pad_slot_id)
+    if debug.DEBUG:
+        debug.check_rows(cursors, cache_indices, pad_slot_id)
+        debug.check_lengths(inputs.cu_seqlens, pool.replay.max_draft, launch.value_of(inputs).shape[1])
     return twin.step(
         pool, cursors, inputs, cache_indices=cache_indices, out=out, force_fold=force_fold, pad_slot_id=pad_slot_id
     )
@@ -78,6 +82,7 @@ def commit(
     *,
     cache_indices: Tensor,
     num_draft: int = 1,
+    cu_seqlens: Tensor | None = None,
     num_accepted: Tensor | None = None,
     force_fold: Tensor | None = None,
     pad_slot_id: int = -1,
@@ -88,24 +93,25 @@ def commit(
         cursors: written, in the slots of live rows only.
         cache_indices, force_fold, pad_slot_id: as given to `step`.
         num_draft: T, the tokens a row of that step.
-        num_accepted: [rows] int32, how many of the T tokens stay, 0 to T, counting each token that was stepped; None
-            keeps all. The records behind them are overwritten by later steps. Caller must keep the range;
-            `REPLAYSSM_DEBUG=1` checks it.
+        cu_seqlens: [rows + 1] int32, instead of `num_draft` where that step's inputs had it.
+        num_accepted: [rows] int32, how many of a row's tokens stay, 0 to T, counting each token that was stepped; None
+            keeps all. The records behind them are overwritten by later steps. Caller must keep the range, or the
+            nearest number in it counts; `REPLAYSSM_DEBUG=1` checks it.
 
     Raises:
         TypeError, ValueError: an argument has another type, shape, dtype or device than described.
     """
     if cursors.ring_start.is_cuda:
-        launch.cuda_commit(cursors, cache_indices, num_draft, num_accepted, force_fold, pad_slot_id)
+        launch.cuda_commit(cursors, cache_indices, num_draft, cu_seqlens, num_accepted, force_fold, pad_slot_id)
         return
-    checks.check_commit(cursors, cache_indices, num_draft, num_accepted, force_fold)
-    if checks.DEBUG:
-        checks.check_rows(cursors, cache_indices, pad_slot_id)
-        checks.check_accepted(num_accepted, num_draft, cache_indices, pad_slot_id)
+    checks.check_commit(cursors, cache_indices, num_draft, cu_seqlens, num_accepted, force_fold)
+    if debug.DEBUG:
+        debug.check_committed(cursors, cache_indices, num_draft, cu_seqlens, num_accepted, pad_slot_id)
     twin.commit(
         cursors,
         cache_indices=cache_indices,
         num_draft=num_draft,
+        cu_seqlens=cu_seqlens,
         num_accepted=num_accepted,
         force_fold=force_fold,
         pad_slot_id=pad_slot_id,
@@ -151,8 +157,8 @@ def copy_slots(cursors: Cursors, source: Tensor, destination: Tensor, *, pools: 
     if read.shape != write.shape:
         raise ValueError(f"destination: expected {tuple(read.shape)} as source, got {tuple(write.shape)}")
     pools = checks.check_pools(cursors, pools)
-    if checks.DEBUG:
-        checks.check_distinct("destination", write)
+    if debug.DEBUG:
+        debug.check_distinct("destination", write)
     held = (getattr(cursors, name) for name in cursors.names)
     for tensor in (*held, *(t for pool in pools for t in pool.tensors)):
         tensor.index_copy_(0, write, tensor.index_select(0, read))
@@ -192,14 +198,15 @@ def flush(cursors: Cursors, slots: Tensor, *, pools: Iterable[Pool], A: Iterable
     Raises:
         TypeError, ValueError: an argument has another type, shape, dtype, device or length than described, or a pool
             has other slots or another window or ring than the cursors.
-        NotImplementedError: CUDA tensors.
+        NotImplementedError: no kernel for a pool's geometry or this GPU, more than 65535 rows, or nvidia-cutlass-dsl is
+            missing.
     """
     checks.check_flush(cursors, slots)
     pools, rates = checks.check_model(cursors, pools, A)
-    if checks.DEBUG:
-        checks.check_rows(cursors, slots, -1, "slots")
+    if debug.DEBUG:
+        debug.check_rows(cursors, slots, -1, "slots")
     if cursors.device.type == "cuda":
-        _cuda_materialize(cursors, slots, None, None, pools, rates)
+        model_launch.cuda_materialize(cursors, slots, None, None, pools, rates)
     else:
         twin.flush(cursors, slots, pools=pools, A=rates)
 
@@ -232,32 +239,17 @@ def materialize(
     Raises:
         TypeError, ValueError: an argument has another type, shape, dtype, device or length than described, or a pool
             has other slots or another window or ring than the cursors.
-        NotImplementedError: CUDA tensors.
+        NotImplementedError: no kernel for a pool's geometry or this GPU, more than 65535 rows, or nvidia-cutlass-dsl is
+            missing.
     """
     checks.check_materialize(cursors, source, destination, num_records)
     pools, rates = checks.check_model(cursors, pools, A)
-    if checks.DEBUG:
-        checks.check_moves(cursors, source, destination, num_records)
+    if debug.DEBUG:
+        debug.check_moves(cursors, source, destination, num_records)
     if cursors.device.type == "cuda":
-        _cuda_materialize(cursors, source, destination, num_records, pools, rates)
+        model_launch.cuda_materialize(cursors, source, destination, num_records, pools, rates)
     else:
         twin.materialize(cursors, source, destination, num_records, pools=pools, A=rates)
-
-
-def _cuda_materialize(
-    cursors: Cursors,
-    source: Tensor,
-    destination: Tensor | None,
-    num_records: Tensor | None,
-    pools: tuple[Pool, ...],
-    A: tuple[Tensor | None, ...],
-) -> None:
-    """Where the kernel goes: arguments are checked, `destination` None folds in place and `num_records` None folds all
-    that is committed. It writes checkpoints and cursors."""
-    raise NotImplementedError(
-        f"cursors: flush and materialize run on CPU tensors so far, got {cursors.device}; "
-        "a step with force_fold folds in place, or move the tensors to the CPU"
-    )
 
 
 def warmup(
@@ -272,7 +264,7 @@ def warmup(
     """Compile a layer's step and commit kernels into the disk cache; needs no GPU.
 
     These are the kernels of plain calls on the pools of `make_pool`. Calls with `force_fold`, `num_accepted` or `pdl`,
-    and pools of another layout, have kernels of their own, which their first call compiles.
+    pools of another layout, and `flush` and `materialize` have kernels of their own, which their first call compiles.
 
     Args:
         layer, replay, options: what the model decodes with.
@@ -286,7 +278,7 @@ def warmup(
     Raises:
         NotImplementedError: as `plan_step`, or nvidia-cutlass-dsl is missing.
     """
-    step_module, commit_module = launch.kernel_modules()
+    modules = launch.kernel_modules()
     from cute_kernels.compile import ensure_on_disk
 
     layout = default_ring_layout(layer)
@@ -296,9 +288,10 @@ def warmup(
         for index_dtype in index_dtypes
     }
     for plan in plans:
-        make = functools.partial(step_module.fake_arguments, plan.key)
-        ensure_on_disk(step_module.step_launch, make, plan.key, arch)
+        make = functools.partial(modules.step.fake_arguments, plan.key)
+        ensure_on_disk(modules.step.step_launch, make, plan.key, arch)
     for index_dtype in index_dtypes:
-        key = commit_module.CommitKey(replay.window, 1, index_dtype)
-        ensure_on_disk(commit_module.commit_launch, functools.partial(commit_module.fake_arguments, key), key, arch)
+        key = modules.commit.CommitKey(replay.window, 1, index_dtype)
+        make = functools.partial(modules.commit.fake_arguments, key)
+        ensure_on_disk(modules.commit.commit_launch, make, key, arch)
     return sorted(plans, key=repr)

@@ -59,7 +59,7 @@ def plan_step(
     ring_layout: RingLayout = "record_major",
     config: StepConfig | None = None,
 ) -> Plan:
-    """Plan a step of `num_tokens` tokens a row.
+    """Plan a step of `num_tokens` tokens a row, or with 0 a fold that is no part of one.
 
     Args:
         options: which optional tensors the layer has, and dtypes.

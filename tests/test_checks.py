@@ -326,7 +326,7 @@ DEBUG: dict[str, tuple[Callable[[Work], object], tuple[str, ...]]] = {
 @pytest.mark.parametrize("name", DEBUG)
 def test_debug_mode_refuses(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     change, words = DEBUG[name]
-    monkeypatch.setattr("replayssm.checks.DEBUG", True)
+    monkeypatch.setattr("replayssm.debug.DEBUG", True)
     work = busy_scene(BASE).on(device)
     work.clone().step()  # padding repeats -1, and unused slots hold senseless cursors: neither is refused
     work.clone().commit()
@@ -338,7 +338,7 @@ def test_debug_mode_refuses(name: str, device: torch.device, monkeypatch: pytest
 def test_debug_mode_refuses_what_rows_accept_and_slots_beyond_the_ends(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("replayssm.checks.DEBUG", True)
+    monkeypatch.setattr("replayssm.debug.DEBUG", True)
     work = busy_scene(BASE).on(device)
     accepted = torch.ones_like(work.cache_indices, dtype=torch.int32)
     accepted[work.cache_indices < 0] = 99  # of padding it says nothing
@@ -360,7 +360,7 @@ def test_debug_mode_is_asked_for_by_the_environment(value: str | None, monkeypat
         monkeypatch.delenv("REPLAYSSM_DEBUG", raising=False)
     else:
         monkeypatch.setenv("REPLAYSSM_DEBUG", value)
-    spec = importlib.util.find_spec("replayssm.checks")
+    spec = importlib.util.find_spec("replayssm.debug")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -453,5 +453,5 @@ def test_inputs_are_named_as_the_docstring_names_them(kind: Recurrence) -> None:
     layer = {"mamba2": Mamba2Inputs, "gdn": GdnInputs, "kda": KdaInputs}[kind]
     tested = {name.partition(" ")[0] for name in OF_ONE[kind]} & set(layer._fields)
     tested |= {ROLES[layer]["gate"]}  # "a gate"
-    assert tested == set(layer._fields) - {"dt_softplus", "round_beta"}
+    assert tested == set(layer._fields) - {"dt_softplus", "round_beta", "cu_seqlens"}
     assert make_pool(BASES[kind].layer, BASES[kind].replay, 1).num_slots == 1

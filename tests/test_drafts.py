@@ -6,8 +6,8 @@ the state that checkpoint and records stand for. What was rejected must leave no
 
 Grid: each recurrence with 2, 3, 8 and 16 tokens (two, an odd number, a half and a whole tile of a matrix instruction);
 the sizes go through those of the kernels, small enough for one CPU thread. A window holds two drafts and two records
-more at most, so that two steps read and the third folds; or just one draft, where every row with records folds. Kernels
-have one token so far, so all of this runs on the CPU, where the torch twin stands in for them: `DEVICES` says so.
+more at most, so that two steps read and the third folds; or just one draft, where every row with records folds. A CPU
+runs all of it too: there the torch twin stands in for the kernels.
 """
 
 from __future__ import annotations
@@ -26,12 +26,9 @@ from tests.helpers.draw import make_inputs, part, per_token, with_parts
 from tests.helpers.oracle import F32, F64, NAMES, PAD, Scene, Trace, Work, busy_scene, mistakes
 from tests.helpers.tolerance import FACTOR_FLOAT32, excess, same_bytes, worst_error
 
-DEVICES = ["cpu"]
 BF16, F16 = torch.bfloat16, torch.float16
 # By T: value heads, key heads, head_dim, d_state, window.
 SIZES = {2: (4, 2, 64, 64, 5), 3: (3, 1, 80, 64, 8), 8: (2, 2, 64, 128, 17), 16: (4, 2, 64, 64, 33)}
-
-pytestmark = pytest.mark.parametrize("device", DEVICES, indirect=True)
 
 
 def case_of(kind: Recurrence, num_draft: int) -> Case:

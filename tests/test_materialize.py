@@ -4,152 +4,39 @@ What is right is the recurrence over the very records in float64, one after the 
 to the dtype of the checkpoint, is the measure (`helpers.tolerance`). Each recurrence runs as a model of three layers
 that share cursors, the second with other heads and in head-major order: every layer must get its own state. The window
 is 5 in a ring of 8, so that every ring start with every number of records and every prefix of them is 168 rows. All
-that is not pending is NaN from the start. Copies, padding and what must not be written are compared byte for byte.
-Every comparison has a case that must fail. Neither verb has a kernel yet, so all of this runs on the CPU: `DEVICES`
-says so.
+that is not pending is NaN from the start (`helpers.model`). Copies, padding and what must not be written are compared
+byte for byte. Every comparison has a case that must fail. On a GPU heads are 64 x 64, as no kernel has smaller ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 import replayssm
-from replayssm import Cursors, Pool
 from replayssm.reference import recurrence
 from replayssm.spec import RECURRENCES, Recurrence
 from tests.helpers.cases import Case
-from tests.helpers.draw import make_inputs, random_pool, tensors_of
-from tests.helpers.oracle import F32, F64, NAMES, copy_cursors
+from tests.helpers.draw import make_inputs, tensors_of
+from tests.helpers.model import SPARE_ROWS, Model, every_prefix, excesses, fitting, model_of, one_by_one, untouched
+from tests.helpers.oracle import F32, F64, NAMES
 from tests.helpers.tolerance import excess, same_bytes
 
-DEVICES = ["cpu"]
 BF16, F16 = torch.bfloat16, torch.float16
-WINDOW, CAPACITY = 5, 8
+WINDOW, CAPACITY = 5, 5 + SPARE_ROWS
 # The dtypes of activations (and so of records) and of the checkpoint.
 PRECISIONS = [(F32, F32), (BF16, F32), (F32, BF16), (F16, F16), (BF16, BF16)]
 POISONS = [float("nan"), float("inf"), -float("inf"), 1e38]
 
-pytestmark = pytest.mark.parametrize("device", DEVICES, indirect=True)
 each_kind = pytest.mark.parametrize("kind", RECURRENCES)
 
 
 def case_of(kind: Recurrence, activation: torch.dtype = F32, checkpoint: torch.dtype = F32) -> Case:
     return Case(kind, 4, 2, 8, 16, window=WINDOW, activation=activation, checkpoint=checkpoint)
-
-
-@dataclass
-class Model:
-    """Layers that share cursors."""
-
-    cases: list[Case]
-    cursors: Cursors
-    pools: list[Pool]
-    A: list[Tensor] | None
-
-    def clone(self) -> Model:
-        """The same in memory of its own."""
-        pools = [Pool(p.layer, p.replay, *(torch.clone(t) for t in p.tensors)) for p in self.pools]
-        return replace(self, cursors=copy_cursors(self.cursors), pools=pools)
-
-    def flush(self, slots: Tensor) -> None:
-        replayssm.flush(self.cursors, slots, pools=self.pools, A=self.A)
-
-    def materialize(self, source: Tensor, destination: Tensor, num_records: Tensor | None) -> None:
-        replayssm.materialize(self.cursors, source, destination, num_records, pools=self.pools, A=self.A)
-
-    def decode(self, slots: Tensor, seed: int, force: bool = False) -> Tensor:
-        """One token of these slots in every layer; the outputs of all layers."""
-        generator, outs = torch.Generator().manual_seed(seed), []
-        for i, pool in enumerate(self.pools):
-            inputs = make_inputs(self.cases[i], len(slots), generator)
-            inputs = inputs._replace(**{name: t.to(slots.device) for name, t in tensors_of(inputs).items()})
-            inputs = inputs if self.A is None else inputs._replace(A=self.A[i])
-            mask = torch.full_like(slots, force, dtype=torch.bool)
-            outs.append(replayssm.step(pool, self.cursors, inputs, cache_indices=slots, force_fold=mask).flatten())
-        replayssm.commit(self.cursors, cache_indices=slots, force_fold=mask)
-        return torch.cat(outs)
-
-    def memory(self) -> list[Tensor]:
-        return [*(t for pool in self.pools for t in pool.tensors), self.cursors.ring_start, self.cursors.num_committed]
-
-    def same_as(self, other: Model) -> bool:
-        return all(same_bytes(a, b) for a, b in zip(self.memory(), other.memory(), strict=True))
-
-
-def model_of(
-    case: Case, device: torch.device, counts: list[int], *, free: int, starts: list[int] | None = None
-) -> Model:
-    """Slots with so many pending records each, then `free` slots of NaN with senseless cursors."""
-    generator = torch.Generator().manual_seed(len(counts))
-    start = torch.tensor(starts or [7 * i % CAPACITY for i in range(len(counts))], dtype=torch.int32)
-    nowhere = torch.full((free,), torch.iinfo(torch.int32).min, dtype=torch.int32)
-    start, count = torch.cat([start, nowhere]), torch.cat([torch.tensor(counts, dtype=torch.int32), nowhere])
-    cases, pools = [case, replace(case, HV=3, HK=1), case], []
-    replay_spec = replace(case.replay, ring_capacity=CAPACITY)
-    for i, one in enumerate(cases):
-        layout: Any = "head_major" if i == 1 else "record_major"
-        pool = random_pool(one.layer, replay_spec, start, count, generator, layout)
-        pools.append(Pool(one.layer, replay_spec, *(t.to(device) for t in pool.tensors)))
-    A = [-torch.logspace(-1.5 - i, 0.6, one.HV, device=device) for i, one in enumerate(cases)]
-    cursors = Cursors(replay_spec, start.to(device), count.to(device))
-    return Model(cases, cursors, pools, A if case.recurrence == "mamba2" else None)
-
-
-def one_by_one(model: Model, layer: int, slots: Tensor, count: Tensor, dtype: torch.dtype) -> Tensor:
-    """The states after the first `count` records of each slot, record after record."""
-    pool = model.pools[layer]
-    state = pool.checkpoint[slots].to(dtype)
-    for j in range(WINDOW):
-        place = (model.cursors.ring_start[slots].long() + j) % CAPACITY
-        value, key, decay = (t[slots, :, place].to(dtype) for t in pool.tensors[1:])
-        if model.A is not None:
-            value, decay = decay[..., None] * value, decay * model.A[layer].to(dtype)
-        decay = decay if decay.dim() == 3 else decay[..., None]
-        key = key.repeat_interleave(pool.layer.heads_per_group, dim=1)
-        after = state * torch.exp(decay)[:, :, None] + value[..., None] * key[:, :, None]
-        state = after.where((j < count)[:, None, None, None], state)
-    return state
-
-
-def excesses(model: Model, given: Model, source: Tensor, destination: Tensor, count: Tensor) -> list[str]:
-    """What is wrong with the checkpoints at `destination`, which the records of `given` determine."""
-    findings = []
-    for i, pool in enumerate(model.pools):
-        exact, torchs = (one_by_one(given, i, source, count, dtype) for dtype in (F64, F32))
-        got = pool.checkpoint[destination]
-        findings += excess(f"layer {i}", got, torchs.to(got.dtype), exact, keep=(0, 1))
-    return findings
-
-
-def untouched(model: Model, given: Model, destination: Tensor) -> list[str]:
-    """What beside the checkpoints at `destination` and cursors that became empty there was written."""
-    want = given.clone()
-    want.cursors.ring_start[destination] = 0
-    want.cursors.num_committed[destination] = 0
-    for ours, theirs in zip(model.pools, want.pools, strict=True):
-        theirs.checkpoint[destination] = ours.checkpoint[destination]
-    return [
-        f"tensor {i}"
-        for i, (a, b) in enumerate(zip(model.memory(), want.memory(), strict=True))
-        if not same_bytes(a, b)
-    ]
-
-
-def every_prefix(case: Case, device: torch.device) -> tuple[Model, Tensor, Tensor, Tensor]:
-    """A source for every ring start and number of records, a row for each of its prefixes, and a free slot a row."""
-    pairs = [(start, count) for start in range(CAPACITY) for count in range(WINDOW + 1)]
-    rows = [(slot, prefix) for slot, (_, count) in enumerate(pairs) for prefix in range(count + 1)]
-    starts, counts = (list(column) for column in zip(*pairs, strict=True))
-    model = model_of(case, device, counts, free=len(rows) + 1, starts=starts)
-    source, records = (torch.tensor(column, device=device) for column in zip(*rows, strict=True))
-    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(1)).to(device)
-    return model, source, len(pairs) + order, records.int()
 
 
 # The state after a prefix.
@@ -237,7 +124,7 @@ def test_a_prefix_of_decoded_tokens_is_the_recurrence(
     kind: Recurrence, checkpoint: torch.dtype, device: torch.device
 ) -> None:
     """From tokens, not from records: the layer decodes a window, and each prefix of it is materialised."""
-    case = replace(case_of(kind, F32, checkpoint), HV=3, HK=1, T=1)
+    case = fitting(replace(case_of(kind, F32, checkpoint), HV=3, HK=1), device)
     replay_spec, rows, generator = case.replay, 7, torch.Generator().manual_seed(3)
     pool = replayssm.make_pool(case.layer, replay_spec, rows * (WINDOW + 2), device=device)
     cursors = replayssm.make_cursors(replay_spec, pool.num_slots, device=device)
@@ -353,8 +240,8 @@ def test_padding_rows_and_index_dtypes(kind: Recurrence, device: torch.device) -
 def test_a_flush_is_a_forced_fold(
     kind: Recurrence, activation: torch.dtype, checkpoint: torch.dtype, device: torch.device
 ) -> None:
-    """Bit for bit in the checkpoints; with a float32 checkpoint, which rounds nothing that the forced step still had,
-    in all memory and outputs of that step and of later ones."""
+    """Bit for bit in the checkpoints. The twin also decodes alike whether a step folds or not, so with a float32
+    checkpoint, which rounds nothing that the forced step still had, all memory and all outputs stay equal."""
     given = model_of(case_of(kind, activation, checkpoint), device, [5, 0, 1, 3, 4], free=2)
     slots = torch.tensor([3, 0, 1, 4], device=device)
     flushed, forced = given.clone(), given.clone()
@@ -369,7 +256,7 @@ def test_a_flush_is_a_forced_fold(
     flushed.flush(slots)
     assert flushed.same_as(want)
     got = [flushed.decode(slots, seed=1)]
-    if checkpoint is F32:
+    if checkpoint is F32 and device.type == "cpu":
         for seed in range(2, 9):
             outs.append(forced.decode(slots, seed=seed))
             got.append(flushed.decode(slots, seed=seed))
@@ -388,6 +275,44 @@ def test_a_flush_folds_what_the_records_say(kind: Recurrence, device: torch.devi
     model.flush(slots)
     assert excesses(model, given, slots, slots, count) == []
     assert excesses(model, given, slots, slots, (count - 1).clamp(min=0)) != []
+
+
+@pytest.mark.gpu
+@each_kind
+def test_a_captured_graph_folds_what_there_is(kind: Recurrence) -> None:
+    """Capture also shows that neither verb waits or copies once it has run. The rows are rewritten in place between
+    replays, as an engine does, and the records are others each time."""
+    given = model_of(case_of(kind), torch.device("cuda"), [5, 2, 0, 4], free=4)
+    source, destination, records, slots = torch.tensor([[0, 1, 3], [5, 4, 6], [3, 2, 4], [0, 1, 3]], device="cuda")
+    records = records.int()
+
+    def run(model: Model, fold: Callable[[], object]) -> list[list[Tensor]]:
+        seen = []
+        for rows in ((0, 1, 2), (1, -1, 0), (2, 0, 1)):
+            for own, one in zip((source, destination, records, slots), every, strict=True):
+                own.copy_(one[list(rows)].where(torch.tensor(rows, device="cuda") >= 0, -1))
+            fold()
+            seen.append([tensor.clone() for tensor in model.memory()])
+            for tensor, kept in zip(model.memory(), given.memory(), strict=True):
+                tensor.copy_(kept)
+        return seen
+
+    def verbs(model: Model) -> None:
+        model.materialize(source, destination, records)
+        model.flush(slots)
+
+    every = [rows.clone() for rows in (source, destination, records, slots)]
+    eager, captured = given.clone(), given.clone()
+    want = run(eager, lambda: verbs(eager))
+    run(captured, lambda: verbs(captured))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        verbs(captured)
+    assert captured.same_as(given)
+    got = run(captured, graph.replay)
+    assert all(same_bytes(a, b) for one, other in zip(want, got, strict=True) for a, b in zip(one, other, strict=True))
+    assert not same_bytes(want[0][0], want[1][0])
 
 
 # Slots come, go and move.

@@ -3,7 +3,7 @@
 Every argument that can be wrong in type, rank, dtype, device or length is made wrong once, on a Mamba-2 model of two
 layers (whose records need A) and on one of a delta rule (which must not get one), and all memory is compared byte for
 byte before and after. What only the device knows is checked in debug mode, which must let padding pass. The checks of
-pools are those of `reset` and `copy_slots` too. Neither verb has a kernel yet, so this runs on the CPU.
+pools are those of `reset` and `copy_slots` too. "HERE" stands for the device in the words of a message.
 """
 
 from __future__ import annotations
@@ -20,18 +20,17 @@ import replayssm
 from replayssm import Cursors, Pool, make_cursors, make_pool
 from replayssm.spec import Recurrence
 from tests.helpers.cases import Case
+from tests.helpers.model import fitting
 from tests.helpers.tolerance import same_bytes
 
-DEVICES = ["cpu"]
 V, T = ValueError, TypeError
-pytestmark = pytest.mark.parametrize("device", DEVICES, indirect=True)
 Arguments = dict[str, Any]
 Bad = tuple[Callable[[Arguments], Arguments], type[Exception], tuple[str, ...]]
 
 
 def arguments(kind: Recurrence, device: torch.device) -> Arguments:
     """A call of `materialize` that is right: slots 0 to 2 have 2, 5 and 0 records, 3 to 5 hold nothing."""
-    case = Case(kind, 4, 2, 8, 16, window=5)
+    case = fitting(Case(kind, 4, 2, 8, 16, window=5), device)
     cursors = make_cursors(case.replay, 6, device=device)
     cursors.num_committed[:2] = torch.tensor([2, 5], dtype=torch.int32, device=device)
     cursors.ring_start[3:] = -7  # never used
@@ -64,7 +63,8 @@ def refuse(call: Callable[[], object], good: Arguments, error: type[Exception], 
     with pytest.raises(error) as caught:
         call()
     assert type(caught.value) is error, caught.value
-    assert all(word in str(caught.value) for word in words), caught.value
+    here = str(good["cursors"].device)
+    assert all(word.replace("HERE", here) in str(caught.value) for word in words), caught.value
     assert all(same_bytes(a, b) for a, b in zip(before, memory, strict=True)), "memory was written"
 
 
@@ -87,7 +87,7 @@ ROWS: dict[str, Bad] = {
     "source of rank 2": (given("source", lambda t: t[:, None]), V, ("expected (any,)", "got (3, 1)", "squeeze(1)")),
     "source in int16": (given("source", lambda t: t.short()), T, ("int32 or int64", "got (3,) int16", ".to(")),
     "source as a mask": (given("source", lambda t: t > 0), T, ("int32 or int64", "bool")),
-    "source elsewhere": (given("source", lambda t: t.to("meta")), V, ("on cpu", "on meta", ".to(")),
+    "source elsewhere": (given("source", lambda t: t.to("meta")), V, ("on HERE", "on meta", ".to(")),
     "source with gaps": (given("source", gaps), V, ("densely packed", "strides", "contiguous()")),
 }
 MATERIALIZE: dict[str, Bad] = {
@@ -96,7 +96,7 @@ MATERIALIZE: dict[str, Bad] = {
     "destination of another length": (given("destination", lambda t: t[:2]), V, ("destination: expected (3,)", "(2,)")),
     "destination of another dtype": (
         given("destination", lambda t: t.int()), T, ("destination", "int64", "got (3,) int32", "destination.to(")),
-    "destination elsewhere": (given("destination", lambda t: t.to("meta")), V, ("destination", "on cpu", "on meta")),
+    "destination elsewhere": (given("destination", lambda t: t.to("meta")), V, ("destination", "on HERE", "on meta")),
     "destination with gaps": (given("destination", gaps), V, ("destination", "densely packed")),
     "num_records as a number": (given("num_records", lambda t: 3), T, ("num_records", "torch.Tensor", "got int")),
     "num_records in int64": (given("num_records", lambda t: t.long()), T, ("num_records", "int32", "int64", ".to(")),
@@ -113,7 +113,7 @@ POOLS: dict[str, Bad] = {
         V, ("pools[1]: expected 6 slots", "got 7", "one number of slots")),
     "a pool elsewhere": (
         lambda c: {"pools": [make_pool(c["pools"][0].layer, c["pools"][0].replay, 6, device="meta")]},
-        V, ("pools[0]", "on cpu as the cursors", "got 6 on meta")),
+        V, ("pools[0]", "on HERE as the cursors", "got 6 on meta")),
     "a pool of another ring": (
         lambda c: {"pools": [c["pools"][0], other_pool(c, ring_capacity=9)]},
         V, ("pools[1]: expected ring_capacity 6", "got 9", "one ReplaySpec")),
@@ -142,7 +142,7 @@ RATES: dict[str, Bad] = {
         given("A", lambda a: [a[0], a[1][:, None, None].expand(-1, 8, 16)]), V, ("A[1]: expected (4,)",)),
     "A in 16 bits": (given("A", lambda a: [a[0].bfloat16(), a[1]]), T, ("A[0]", "float32", "got (4,) bfloat16")),
     "A of one layer missing": (given("A", lambda a: [a[0], None]), T, ("A[1]", "torch.Tensor", "NoneType")),
-    "A elsewhere": (given("A", lambda a: [a[0].to("meta"), a[1]]), V, ("A[0]", "on cpu", "on meta")),
+    "A elsewhere": (given("A", lambda a: [a[0].to("meta"), a[1]]), V, ("A[0]", "on HERE", "on meta")),
     "A with gaps": (given("A", lambda a: [gaps(a[0]), a[1]]), V, ("A[0]", "densely packed")),
 }  # fmt: skip
 NO_RATES: dict[str, Bad] = {
@@ -227,7 +227,7 @@ DEBUG: dict[str, tuple[Callable[[Arguments], Arguments], tuple[str, ...], tuple[
 @pytest.mark.parametrize("name", DEBUG)
 def test_debug_mode_refuses(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     change, by_materialize, by_flush = DEBUG[name]
-    monkeypatch.setattr("replayssm.checks.DEBUG", True)
+    monkeypatch.setattr("replayssm.debug.DEBUG", True)
     good = arguments("mamba2", device)
     bad = good | change(good)
     if by_materialize:
@@ -239,7 +239,7 @@ def test_debug_mode_refuses(name: str, device: torch.device, monkeypatch: pytest
 
 
 def test_debug_mode_lets_padding_pass(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("replayssm.checks.DEBUG", True)
+    monkeypatch.setattr("replayssm.debug.DEBUG", True)
     good = arguments("mamba2", device)
     padded = good | {
         "source": torch.tensor([-1, 0, 99, -1], device=device),
@@ -255,7 +255,7 @@ def test_debug_mode_lets_padding_pass(device: torch.device, monkeypatch: pytest.
 
 
 def test_debug_mode_refuses_copies_into_one_slot(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("replayssm.checks.DEBUG", True)
+    monkeypatch.setattr("replayssm.debug.DEBUG", True)
     good = arguments("gdn", device)
     twice = torch.tensor([4, 3, 4], device=device)
     copy = replayssm.copy_slots

@@ -133,7 +133,7 @@ OTHER: dict[str, Any] = {
     "ring_layout": "head_major", "checkpoint_dtype": "bfloat16", "activation_dtype": "float16",
     "value_dtype": "float32", "decay_dtype": "bfloat16", "config.split": 4, "config.fold_values": 8,
     "config.precision": "bf16", "num_tokens": 4,
-    "rows.index_dtype": "int64", "rows.has_force_fold": True, "rows.pdl": True,
+    "rows.index_dtype": "int64", "rows.has_force_fold": True, "rows.pdl": True, "rows.has_cu_seqlens": True,
 }  # fmt: skip
 OTHER_OPTIONS: dict[Recurrence, dict[str, Any]] = {
     "mamba2": {"dt_dtype": "float32", "D_dtype": "float32", "has_z": True, "dt_bias_dtype": "bfloat16",

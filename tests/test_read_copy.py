@@ -384,7 +384,7 @@ def test_plans_refuse_by_name(changes: dict[str, Any], field: str) -> None:
         plan_step(LayerSpec("mamba2", 8, 1, 64, 128), spec, Mamba2Options(), arch="sm_90a", batch=4)
     if field == "rounding":
         with pytest.raises(NotImplementedError, match="rounding: CUDA kernels"):
-            _commit_kernel(make_cursors(spec, 2), 1, torch.int32, None, None)
+            _commit_kernel(make_cursors(spec, 2), 1, torch.zeros(2, dtype=torch.int32), None, None, None)
 
 
 @pytest.mark.gpu

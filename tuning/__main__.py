@@ -22,13 +22,13 @@ from cute_kernels.arch import ARCHES
 from cute_kernels.configs import Options as KernelOptions
 from replayssm.launch import arch_of, options_of
 from replayssm.plan import OPTIONS
-from replayssm.spec import Recurrence, ReplaySpec
+from replayssm.spec import MAX_DRAFT, MAX_WINDOW, Recurrence, ReplaySpec
 from tuning.matrix import ALL_MODELS, BATCHES, DEFAULT_MODEL, Options, exit_code
 from tuning.matrix import plan as plan_matrix
 from tuning.measure import DEFAULT_ROUNDS, PROTOCOL
 from tuning.precision import CHUNK, LAYERS, MAX_TOKENS, REGIMES, SCHEMES, precision_tables, study
 from tuning.precision import __doc__ as PRECISION_PROTOCOL
-from tuning.report import markdown_table, plan_table, results_table
+from tuning.report import markdown_table, memory_table, plan_table, results_table
 from tuning.roofline import NOMINAL_H200
 from tuning.shapes import ModelShape, lookup, names
 from tuning.store import Record
@@ -37,6 +37,8 @@ from tuning.workload import make_inputs
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LENGTHS = "Tokens after which errors are sampled; repeatable, multiples of 256."
 _DTYPE = click.Choice(tuple(DTYPES))
+_WINDOW = click.IntRange(1, MAX_WINDOW)
+ONE_OF_EACH = (DEFAULT_MODEL, "qwen3.5-122b-a10b", "glm-5.3-flash")
 WITH_KERNELS = tuple(name for recurrence in OPTIONS for name in names(recurrence))
 # Options of `warmup` that only one recurrence has, by the name of their parameter.
 ONLY_FOR = {"parameter": ("--parameter", "mamba2"), "has_z": ("--z", "mamba2"), "round_beta": ("--round-beta", "gdn")}
@@ -70,7 +72,15 @@ def main() -> None:
 @click.option("--batch", "batches", multiple=True, default=BATCHES, type=click.IntRange(1, 4096), help="Repeatable.")
 @click.option("--checkpoint", "checkpoints", multiple=True, default=tuple(DTYPES), type=_DTYPE, help="Repeatable.")
 @click.option("--activation", default="bf16", type=_DTYPE)
-@click.option("--window", default=16, type=click.IntRange(1, 64))
+@click.option("--window", "windows", multiple=True, default=(16,), type=_WINDOW, help="Repeatable.")
+@click.option(
+    "--tokens",
+    multiple=True,
+    default=(1,),
+    type=click.IntRange(1, MAX_DRAFT),
+    help="Tokens a row in a step, T; repeatable.",
+)
+@click.option("--accepted", type=float, help="Tokens of a step that stay on average; half of T when left out.")
 @click.option("--ring-layout", type=click.Choice(("record_major", "head_major")), help="The layer's own when left out.")
 @click.option("--rounds", default=DEFAULT_ROUNDS, type=click.IntRange(min=1), help="Samples of each candidate.")
 @click.option("--time-limit", type=click.FloatRange(min=0), help="Seconds after which nothing new is begun.")
@@ -98,15 +108,18 @@ def bench(
         batches=tuple(sorted(set(rest["batches"]))),
         checkpoints=tuple(DTYPES[name] for name in rest["checkpoints"]),
         activation=DTYPES[rest["activation"]],
-        window=rest["window"],
+        windows=tuple(dict.fromkeys(rest["windows"])),
+        tokens=tuple(dict.fromkeys(rest["tokens"])),
+        accepted=rest["accepted"],
         ring_layout=rest["ring_layout"],
         rounds=rest["rounds"],
         time_limit_s=rest["time_limit"],
         first_call=rest["first_call"],
     )
     console = Console(width=None if sys.stdout.isatty() else 150, soft_wrap=False)
+    groups = _spec(lambda: plan_matrix(options))
     if dry_run:
-        console.print(plan_table(_spec(lambda: plan_matrix(options)), NOMINAL_H200))
+        console.print(plan_table(groups, NOMINAL_H200))
         return
     if not torch.cuda.is_available():
         raise click.UsageError("no CUDA device here; --dry-run prints the plan without one")
@@ -125,7 +138,7 @@ def bench(
 @main.command()
 @click.option("--model", required=True, help="Model of the layer: " + ", ".join(WITH_KERNELS) + ".")
 @click.option("--tp", default=1, type=click.IntRange(min=1), help="Devices that share the heads.")
-@click.option("--window", default=16, type=click.IntRange(1, 64))
+@click.option("--window", default=16, type=_WINDOW)
 @click.option("--activation", default="bf16", type=_DTYPE)
 @click.option("--checkpoint", default="fp32", type=_DTYPE)
 @click.option(
@@ -181,6 +194,17 @@ def report(record: Path) -> None:
     """Print a record of `bench` or `precision` as Markdown tables."""
     entries = json.loads(record.read_text())["entries"]
     click.echo(precision_tables(entries) if "scheme" in entries[0] else markdown_table(entries))
+
+
+@main.command()
+@click.option("--model", "models", multiple=True, default=ONE_OF_EACH, help="Repeatable.")
+@click.option("--window", default=16, type=_WINDOW)
+@click.option("--checkpoint", default="fp32", type=_DTYPE)
+@click.option("--activation", default="bf16", type=_DTYPE)
+def memory(models: tuple[str, ...], window: int, checkpoint: str, activation: str) -> None:
+    """Print the memory that a request takes by T, and what snapshots of the state would take: computed."""
+    replay = ReplaySpec(window, 1, DTYPES[checkpoint], DTYPES[activation])
+    click.echo(memory_table(_shapes(models, (1,)), replay))
 
 
 def _options(shape: ModelShape, activation: torch.dtype, given: Mapping[str, Any]) -> KernelOptions:

@@ -17,10 +17,12 @@ from rich.console import Console
 from torch import Tensor
 
 import replayssm
-from replayssm.launch import arch_of
+from replayssm.launch import arch_of, options_of
+from replayssm.plan import plan_step
 from replayssm.pool import Pool, default_ring_layout
 from replayssm.spec import ReplaySpec
 from tuning import gate, workload
+from tuning.acceptance import acceptance
 from tuning.first_call import first_call_in_new_process
 from tuning.matrix import Group, Options, StepCase, Subject, average_entry, entry_of, facts_of, plan
 from tuning.measure import GraphTimer, Launch, Probes, Timer, Timing, failed_gates, host_time, measure, probe
@@ -52,6 +54,7 @@ class Machine:
     Args:
         device: where the tensors go.
         device_name: decides which goals apply.
+        arch: that kernels are planned for; None where none run.
         timer: takes the samples.
         probe: measures the limits over a uint32 tensor, in so many rounds.
         reader: a launch that reads a uint32 tensor once.
@@ -62,6 +65,7 @@ class Machine:
 
     device: torch.device
     device_name: str
+    arch: str | None
     timer: Timer
     probe: Callable[[Tensor, int], Probes]
     reader: Callable[[Tensor], Launch]
@@ -86,6 +90,7 @@ class Machine:
         return cls(
             device=device,
             device_name=torch.cuda.get_device_name(device),
+            arch=arch,
             timer=timer,
             probe=lambda words, rounds: probe(words, timer=timer, arch=arch, rounds=rounds),
             reader=lambda words: partial(launch_read, words, arch),
@@ -115,7 +120,10 @@ class Bench:
     def run(self) -> None:
         """Time everything; what the time limit leaves out gets entries that say so."""
         rates = self._probe("probes")
-        for index, group in enumerate(self._groups):
+        committed: set[int] = set()  # a commit is timed once for each number of tokens
+        for group in self._groups:
+            with_commit = group.replay.max_draft not in committed
+            committed.add(group.replay.max_draft)
             self._arena.reset()
             pools = workload.make_pools(
                 self._arena,
@@ -128,7 +136,7 @@ class Bench:
                 if self._deadline.left_s < SETTLE_S:
                     self._skip(cases)
                     continue
-                self._batch(cases, {p.replay: p for p in pools}, rates, with_commit=index == 0)
+                self._batch(cases, {p.replay: p for p in pools}, rates, with_commit=with_commit)
         if self._options.first_call:
             self._first_calls(self._groups[0])
         self._probe("probes_at_end")
@@ -151,17 +159,22 @@ class Bench:
         self, cases: Sequence[StepCase], pools: Mapping[ReplaySpec, Pool], rates: Rates, *, with_commit: bool
     ) -> None:
         by_what = {case.what: case for case in cases}
-        launches, gates = self._candidates(cases, pools)
-        failed = self._refused(by_what, gates)
-        launches = {what: launch for what, launch in launches.items() if what not in failed}
+        works = {case.what: self._work(case, pools) for case in cases}
+        failed = self._refused(by_what, works)
+        launches: dict[str, Launch] = {
+            what: partial(work.launch, replayssm.step) for what, work in works.items() if what not in failed
+        }
         if "nonflush" in launches:
             launches["read"] = self._machine.reader(self._arena.words(by_what["nonflush"].num_bytes))
-        subject = Subject(cases[0].shape, cases[0].replay, cases[0].rows, "commit")
+        subject = Subject(cases[0].shape, cases[0].replay, cases[0].rows, "commit", cases[0].accepted)
         if with_commit:
             self._add_commit(subject, launches)
         timings = measure(launches, timer=self._machine.timer, rounds=self._options.rounds)
         entries = {
-            what: self._entry(by_what[what], timing, by_what[what].num_bytes, by_what[what].limit_us(rates))
+            what: {
+                **self._entry(by_what[what], timing, by_what[what].num_bytes, by_what[what].limit_us(rates)),
+                **self._config(works[what]),
+            }
             for what, timing in timings.items()
             if what in by_what
         }
@@ -186,29 +199,40 @@ class Bench:
     def _entry(self, subject: Subject, timing: Timing, num_bytes: int | None, limit_us: float | None) -> dict[str, Any]:
         return entry_of(subject, asdict(timing), device=self._device_name, num_bytes=num_bytes, limit_us=limit_us)
 
-    def _candidates(
-        self, cases: Sequence[StepCase], pools: Mapping[ReplaySpec, Pool]
-    ) -> tuple[dict[str, Launch], dict[str, Callable[[], None]]]:
-        """A launch and a gate for each case, over tensors of their own."""
-        launches: dict[str, Launch] = {}
-        gates: dict[str, Callable[[], None]] = {}
-        for case in cases:
-            inputs = workload.make_inputs(
-                case.shape,
-                case.rows,
-                dtype=case.replay.activation_dtype,
-                device=self._machine.device,
-                has_z=case.what == "nonflush_z",
-            )
-            work = workload.make_work(pools[case.replay], case.live_records, inputs)
-            launches[case.what] = partial(work.launch, replayssm.step)
-            gates[case.what] = partial(gate.check_step, work, replayssm.step)
-        return launches, gates
+    def _work(self, case: StepCase, pools: Mapping[ReplaySpec, Pool]) -> workload.StepWork:
+        """The case over tensors of its own."""
+        inputs = workload.make_inputs(
+            case.shape,
+            case.rows,
+            dtype=case.replay.activation_dtype,
+            device=self._machine.device,
+            num_tokens=case.num_tokens,
+            has_z=case.what == "nonflush_z",
+        )
+        return workload.make_work(pools[case.replay], case.live_records, inputs)
 
-    def _refused(self, cases: Mapping[str, StepCase], gates: Mapping[str, Callable[[], None]]) -> dict[str, str]:
+    def _config(self, work: workload.StepWork) -> dict[str, Any]:
+        """The launch parameters that the step chose, precision of the products among them, and on what grounds."""
+        if self._machine.arch is None:
+            return {}
+        rows, num_tokens = work.out.shape[:2]
+        pool = work.pool
+        chosen = plan_step(
+            pool.layer,
+            pool.replay,
+            options_of(work.inputs),
+            arch=self._machine.arch,
+            batch=rows,
+            num_tokens=num_tokens,
+            ring_layout=pool.ring_layout,
+        )
+        return {"config": {**asdict(chosen.key.config), "source": chosen.source}}
+
+    def _refused(self, cases: Mapping[str, StepCase], works: Mapping[str, workload.StepWork]) -> dict[str, str]:
         """Cases without a time: those that the package does not support and those whose gate is red."""
         refused = {}
-        for what, check in gates.items():
+        for what, work in works.items():
+            check = partial(gate.check_step, work, replayssm.step)
             try:
                 reasons, status = failed_gates({what: check}), "gate failed"
             except NotImplementedError as error:
@@ -221,14 +245,20 @@ class Bench:
         return refused
 
     def _add_commit(self, subject: Subject, launches: dict[str, Launch]) -> None:
-        """Add the commit of a whole batch, whose cursors walk round the window from replay to replay."""
-        cursors = workload.make_walking_cursors(subject.replay, self._slots, self._machine.device)
-        indices = torch.randperm(self._slots, device=self._machine.device)[: subject.rows].to(torch.int32)
-        failed = failed_gates({"commit": lambda: gate.check_commit(cursors, indices, replayssm.commit)})
+        """Add the commit of a whole batch, whose cursors walk round the window from replay to replay. Of several tokens
+        it reads how many stay, as after a verification."""
+        device = self._machine.device
+        cursors = workload.make_walking_cursors(subject.replay, self._slots, device)
+        rows: dict[str, Any] = {"cache_indices": torch.randperm(self._slots, device=device)[: subject.rows].int()}
+        if subject.num_tokens > 1:
+            accepted = torch.tensor(acceptance(subject.num_tokens, subject.accepted))
+            drawn = torch.multinomial(accepted, subject.rows, replacement=True).to(device, torch.int32)
+            rows |= {"num_draft": subject.num_tokens, "num_accepted": drawn}
+        failed = failed_gates({"commit": lambda: gate.check_commit(cursors, replayssm.commit, **rows)})
         if failed:
             self._record.add({**facts_of(subject), "status": "gate failed", "reason": failed["commit"]})
             return
-        launches["commit"] = lambda: replayssm.commit(cursors, cache_indices=indices)
+        launches["commit"] = partial(replayssm.commit, cursors, **rows)
 
     def _skip(self, cases: Sequence[StepCase]) -> None:
         for case in cases:
@@ -236,11 +266,12 @@ class Bench:
 
     def _first_calls(self, group: Group) -> None:
         """First call of the step in a new process, with an empty cache on disk and then with what it left there."""
-        subject = Subject(group.shape, group.replay, FIRST_CALL_ROWS, "first_call_cold")
+        first = group.batches[0][0]
+        subject = Subject(group.shape, group.replay, FIRST_CALL_ROWS, "first_call_cold", first.accepted)
         if self._deadline.left_s < FIRST_CALL_S + SETTLE_S:
             self._record.add({**facts_of(subject), "status": "skipped", "reason": "time limit"})
             return
-        step = facts_of(group.batches[0][0])
+        step = facts_of(first)
         for entry in self._record.entries:
             if entry["status"] == "not supported" and step.items() <= entry.items():
                 self._record.add({**facts_of(subject), "status": "not supported", "reason": entry["reason"]})

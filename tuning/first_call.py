@@ -20,7 +20,7 @@ TIMEOUT_S = 120.0
 
 
 def first_call(shape: ModelShape, replay: ReplaySpec, rows: int) -> dict[str, float]:
-    """Time one call of the step on the current CUDA device, the first in this process.
+    """Time one call of the step of `replay.max_draft` tokens on the current CUDA device, the first in this process.
 
     Not in `median_us` are the CUDA context, the tensors, and the import of the kernels' modules with the compiler,
     which is `import_us`.
@@ -28,7 +28,9 @@ def first_call(shape: ModelShape, replay: ReplaySpec, rows: int) -> dict[str, fl
     device = torch.device("cuda", torch.cuda.current_device())
     arena = workload.Arena(workload.arena_bytes(shape.layer, (replay,), rows), device)
     (pool,) = workload.make_pools(arena, shape.layer, (replay,), rows, ring_layout="record_major")
-    inputs = workload.make_inputs(shape, rows, dtype=replay.activation_dtype, device=device)
+    inputs = workload.make_inputs(
+        shape, rows, dtype=replay.activation_dtype, device=device, num_tokens=replay.max_draft
+    )
     work = workload.make_work(pool, [replay.window // 2] * rows, inputs)
     torch.cuda.synchronize()
     start = time.perf_counter()
@@ -51,7 +53,7 @@ def first_call_in_new_process(shape: ModelShape, replay: ReplaySpec, rows: int, 
     Raises:
         RuntimeError: the process failed; the message holds the end of what it wrote.
     """
-    facts = [replay.window, replay.checkpoint_dtype, replay.activation_dtype, rows]
+    facts = [replay.window, replay.max_draft, replay.checkpoint_dtype, replay.activation_dtype, rows]
     words = [shape.name, *(str(fact).removeprefix("torch.") for fact in facts)]
     done = subprocess.run(
         [sys.executable, "-m", "tuning.first_call", *words],
@@ -67,9 +69,9 @@ def first_call_in_new_process(shape: ModelShape, replay: ReplaySpec, rows: int, 
 
 
 def main(words: list[str]) -> None:
-    """Entry point of the new process: model, window, checkpoint dtype, activation dtype, rows; prints JSON."""
-    name, window, checkpoint, activation, rows = words
-    replay = ReplaySpec(int(window), 1, getattr(torch, checkpoint), getattr(torch, activation))
+    """Entry point of the new process: model, window, T, checkpoint dtype, activation dtype, rows; prints JSON."""
+    name, window, num_tokens, checkpoint, activation, rows = words
+    replay = ReplaySpec(int(window), int(num_tokens), getattr(torch, checkpoint), getattr(torch, activation))
     print(json.dumps(first_call(lookup(name), replay, int(rows))))
 
 

@@ -29,16 +29,20 @@ FACTOR_FLOAT32 = 8.0
 ROUNDING_FLOAT32 = torch.finfo(torch.float32).eps / 2
 
 
-def check_commit(cursors: Cursors, cache_indices: Tensor, commit: Step) -> None:
+def check_commit(cursors: Cursors, commit: Step, **rows: Any) -> None:
     """The gate of `commit`: a window of commits against the torch twin, exactly.
+
+    Args:
+        cursors: written.
+        rows: the arguments of `commit` beside the cursors.
 
     Raises:
         GateFailedError: the cursors differ.
     """
     twin = Cursors(cursors.replay, cursors.ring_start.clone(), cursors.num_committed.clone())
     for i in range(cursors.replay.window + 1):
-        commit(cursors, cache_indices=cache_indices)
-        reference.commit(twin, cache_indices=cache_indices)
+        commit(cursors, **rows)
+        reference.commit(twin, **rows)
         for name in ("ring_start", "num_committed"):
             wrong = int((getattr(cursors, name) != getattr(twin, name)).sum())
             if wrong:
@@ -46,9 +50,9 @@ def check_commit(cursors: Cursors, cache_indices: Tensor, commit: Step) -> None:
 
 
 def check_step(work: StepWork, step: Step) -> None:
-    """The gate: one call against the torch twin in fp64, on a few rows, head by head.
+    """The gate: one call against the torch twin in fp64, on a few rows, token by token and head by head.
 
-    Compared are the output, the checkpoint after a fold and the appended records; over all rows, that the output is
+    Compared are the outputs, the checkpoint after a fold and the appended records; over all rows, that the output is
     finite. The bound is the error of the twin in float32 times a factor (see the constants of this module); where the
     twin makes none, as with the x and B of Mamba-2, which are only stored, none is allowed.
 
@@ -71,7 +75,7 @@ def check_step(work: StepWork, step: Step) -> None:
     if not bool(torch.isfinite(work.out).all()):
         raise GateFailedError(f"output: expected finite numbers, got {int((~work.out.isfinite()).sum())} that are not")
     got = _excerpt(work, rows)
-    _bound("output", work.out[rows], twin.out, want, head_axis=2)
+    _bound("output", *(out.flatten(0, 1) for out in (work.out[rows], twin.out, want)), head_axis=1)
     _bound("checkpoint", got.pool.checkpoint, twin_state, want_state, head_axis=1)
     _check_appended(got, twin, record, slots)
 
@@ -91,7 +95,7 @@ def _excerpt(work: StepWork, rows: Tensor) -> StepWork:
 
 def _fold_counts(work: StepWork) -> Tensor:
     count = work.cursors.num_committed.long()
-    return count.where(count + 1 > work.pool.replay.window, torch.zeros_like(count))
+    return count.where(count + work.out.shape[1] > work.pool.replay.window, torch.zeros_like(count))
 
 
 def _folded_state(work: StepWork, slots: Tensor, count: Tensor, dtype: torch.dtype) -> Tensor:
@@ -119,28 +123,33 @@ def _worst_head(got: Tensor, want: Tensor, head_axis: int) -> float:
 
 
 def _check_appended(got: StepWork, twin: StepWork, record: dict[str, Tensor], slots: Tensor) -> None:
-    """The record of the token must be as exact as the twin's, and no other row of a ring may change."""
-    capacity = got.pool.replay.ring_capacity
-    place = (got.cursors.ring_start.long() + got.cursors.num_committed.long()) % capacity
+    """The record of each token must be as exact as the twin's, and no other row of a ring may change."""
+    capacity, num_tokens = got.pool.replay.ring_capacity, got.out.shape[1]
+    first = got.cursors.ring_start.long() + got.cursors.num_committed.long()
+    places = (first[:, None] + torch.arange(num_tokens, device=first.device)) % capacity
     others = torch.ones(len(slots), capacity, dtype=torch.bool, device=slots.device)
-    others[slots, place] = False
+    others[slots[:, None], places] = False
     for name, want in record.items():
-        ring, its = getattr(got.pool, name), getattr(twin.pool, name)
-        if not torch.equal(ring.transpose(1, 2)[others], its.transpose(1, 2)[others]):
-            raise GateFailedError(f"{name} ring: expected rows other than the appended one kept")
+        ring, its = (getattr(one.pool, name).transpose(1, 2) for one in (got, twin))
+        if not torch.equal(ring[others], its[others]):
+            raise GateFailedError(f"{name} ring: expected rows other than the appended ones kept")
+        appended = [rows.flatten(0, 1) for rows in (ring[slots[:, None], places], its[slots[:, None], places], want)]
         # One number a head has no norm of its own: its row of heads has.
-        head_axis = 1 if want.dim() == 3 else 0
-        _bound(f"{name} ring", ring[slots, :, place], its[slots, :, place], want, head_axis=head_axis)
+        _bound(f"{name} ring", *appended, head_axis=1 if want.dim() == 4 else 0)
 
 
 def _exact_record(work: StepWork, slots: Tensor) -> dict[str, Tensor]:
-    """The token's record in fp64 by ring, from the folded state rather than by the twin's algebra."""
+    """The tokens' records in fp64 by ring, [rows, T, ...]: from the folded state token by token rather than by the
+    twin's algebra."""
     fresh = tokens(work.inputs, torch.float64)
-    value, key, log_decay, strength = (t[:, 0] for t in (fresh.value, fresh.key, fresh.log_decay, fresh.strength))
     if not fresh.delta_rule:
-        return {"value": value, "key": key, "decay": strength}
-    state = _folded_state(work, slots, work.cursors.num_committed.long(), torch.float64)
-    key_of_head = key.repeat_interleave(work.pool.layer.heads_per_group, dim=1)
-    answer = torch.einsum("rhvk,rhk->rhv", state * torch.exp(log_decay)[..., None, :], key_of_head)
-    decay = log_decay if work.pool.layer.decays_per_channel else log_decay.squeeze(-1)
-    return {"value": strength[..., None] * (value - answer), "key": key, "decay": decay}
+        return {"value": fresh.value, "key": fresh.key, "decay": fresh.strength}
+    state, values = _folded_state(work, slots, work.cursors.num_committed.long(), torch.float64), []
+    for t in range(fresh.value.shape[1]):
+        state = state * torch.exp(fresh.log_decay[:, t])[..., None, :]
+        key = fresh.key[:, t].repeat_interleave(work.pool.layer.heads_per_group, dim=1)
+        answer = torch.einsum("rhvk,rhk->rhv", state, key)
+        values.append(fresh.strength[:, t, :, None] * (fresh.value[:, t] - answer))
+        state = state + values[-1][..., None] * key[:, :, None]
+    decay = fresh.log_decay if work.pool.layer.decays_per_channel else fresh.log_decay.squeeze(-1)
+    return {"value": torch.stack(values, 1), "key": fresh.key, "decay": decay}

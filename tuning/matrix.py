@@ -1,18 +1,25 @@
 """What a benchmark times, how many bytes each case must move, and the goals; no tensors, no clock.
 
-For each layer, checkpoint dtype and batch:
+For each layer, checkpoint dtype, window, number of tokens T a row and batch:
 
-* nonflush: no row folds, each holds as many records as a step finds on average (8 for a window of 16);
-* flush: every row folds a full window, then decodes its token;
-* mixed: the rows stand evenly spread over the window, as in a server that has run for a while (from 32 rows on);
-* plain: window 1, so every step reads the state and writes it: what decoding without replay moves, by the same kernel;
+* nonflush: no row folds; each holds half a window of records with one token (8 for a window of 16), and `RECORDS` with
+  several, or as many as a step of T tokens still reads;
+* flush: every row folds a full window, then decodes its tokens;
+* mixed: the rows stand as in a server that has run for a while (`tuning.acceptance`, from 32 rows on), so a step has
+  rows that read beside rows that fold; with one token evenly over the window;
+* plain: a window of T, so that every step reads the state, folds what the last one kept, and writes it: with one token
+  what decoding without replay moves, with several what folding at each commit does, by the same kernel;
 * nonflush_z: as nonflush, with the output gate (Mamba-2, largest batch only);
-* average: (15 nonflush + 1 flush) / 16 at a window of 16, derived, and how many times faster than plain that is;
+* average: of a step in the long run, derived: (1 - f) nonflush + f flush where rows fold by themselves and a share f of
+  them does, each of the two brought to the records that rows then hold, by the least time of their bytes. A batch
+  takes longer where rows that fold and rows that read get in each other's way: that is what mixed measures. (15
+  nonflush + 1 flush) / 16 for one token and a window of 16. Also how many times faster than plain, and the time for
+  each token that stays;
 * read: as many bytes as nonflush moves, read by the probe: the floor at a small batch, where the launch weighs more
   than the bytes.
 
-Besides, `what` may be commit (cursors of a whole batch), host (one eager call), first_call_cold or
-first_call_from_disk.
+A window of T has only plain. Besides, `what` may be commit (cursors of a whole batch), host (one eager call),
+first_call_cold or first_call_from_disk.
 """
 
 from __future__ import annotations
@@ -27,12 +34,14 @@ import torch
 from replayssm.plan import dtype_name
 from replayssm.pool import RingLayout
 from replayssm.spec import Recurrence, ReplaySpec
-from tuning.roofline import Rates, mean_live_records, step_traffic, window_average_us, window_steps
+from tuning.acceptance import Position, acceptance, fold_share, positions, spread
+from tuning.roofline import Rates, Traffic, step_traffic
 from tuning.shapes import ModelShape
 
 STEPS = ("nonflush", "flush", "mixed", "plain", "nonflush_z")
 BATCHES = (1, 8, 32, 64, 128, 256)
 MIXED_FROM_ROWS = 32
+RECORDS = 8
 DEFAULT_MODEL = "nemotron-3-super"
 # By recurrence, name and shards of what a full run times; models of one layer shape stand here once.
 ALL_MODELS: dict[Recurrence, tuple[tuple[str, int], ...]] = {
@@ -68,7 +77,7 @@ class Goal:
         )
 
 
-# H200, bf16 activations, window 16: (layer, checkpoint dtype, rows, what).
+# H200, bf16 activations, window 16, one token: (layer, checkpoint dtype, rows, what).
 GOALS: dict[tuple[str, str, int, str], Goal] = {
     (DEFAULT_MODEL, "float32", 256, "nonflush"): Goal(us=252, ratio=1.02),
     (DEFAULT_MODEL, "float32", 256, "flush"): Goal(us=560),
@@ -100,14 +109,22 @@ GOALS: dict[tuple[str, str, int, str], Goal] = {
 
 @dataclass(frozen=True)
 class Options:
-    """What to benchmark and for how long."""
+    """What to benchmark and for how long.
+
+    Args:
+        windows, tokens: each window with each T that fits into it.
+        accepted: tokens of a step that stay on average; half of T, at least 1, when None.
+        ring_layout: the layer's own when None.
+    """
 
     shapes: tuple[ModelShape, ...]
     batches: tuple[int, ...] = BATCHES
     checkpoints: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
     activation: torch.dtype = torch.bfloat16
-    window: int = 16
-    ring_layout: RingLayout | None = None  # None: the layer's own
+    windows: tuple[int, ...] = (16,)
+    tokens: tuple[int, ...] = (1,)
+    accepted: float | None = None
+    ring_layout: RingLayout | None = None
     rounds: int = 30
     time_limit_s: float | None = None
     first_call: bool = True
@@ -115,56 +132,77 @@ class Options:
 
 @dataclass(frozen=True)
 class Subject:
-    """What an entry of the record is about: a layer, how it is replayed, rows of the batch, and what was timed."""
+    """What an entry of the record is about.
+
+    Args:
+        shape: the layer.
+        replay: how it is replayed; a step has `max_draft` tokens a row.
+        rows: of the batch.
+        what: was timed.
+        accepted: tokens of a step that stay on average.
+    """
 
     shape: ModelShape
     replay: ReplaySpec
     rows: int
     what: str
+    accepted: float = 1.0
+
+    @property
+    def num_tokens(self) -> int:
+        """T, the tokens of a step."""
+        return self.replay.max_draft
 
 
 class StepCase(Subject):
     """One step to time; pure facts, no tensors. `what` is one of `STEPS`."""
 
     @property
+    def positions(self) -> tuple[Position, ...]:
+        """Where rows stand in the long run."""
+        return positions(self.replay.window, acceptance(self.num_tokens, self.accepted))
+
+    @property
     def live_records(self) -> tuple[int, ...]:
         """Records that each row holds when the step starts."""
-        steps = window_steps(self.replay)
-        if self.what == "mixed":
-            return tuple(steps[i % len(steps)][0] for i in range(self.rows))
-        if self.what in ("flush", "plain"):
-            return (steps[-1][0],) * self.rows
-        return (round(mean_live_records(self.replay)),) * self.rows
+        window, num_tokens = self.replay.window, self.num_tokens
+        if self.what in ("mixed", "plain"):
+            return spread(self.positions, self.rows)
+        if self.what == "flush":
+            return (window,) * self.rows
+        return (window // 2 if num_tokens == 1 else min(RECORDS, window - num_tokens),) * self.rows
 
-    def _parts(self, rates: Rates) -> list[tuple[int, float]]:
-        """Bytes and least time of the rows that hold equally many records."""
-        parts = []
-        for live, rows in Counter(self.live_records).items():
-            traffic = step_traffic(
-                self.shape.layer,
-                self.replay,
-                rows=rows,
-                live_records=live,
-                folds=live + 1 > self.replay.window,
-                has_z=self.what == "nonflush_z",
-                gate_dtype=self.replay.activation_dtype,
-            )
-            parts.append((traffic.total_bytes, rates.limit_us(traffic)))
-        return parts
+    def traffic(self, records: int, rows: int) -> Traffic:
+        """Bytes of so many rows that hold so many records."""
+        return step_traffic(
+            self.shape.layer,
+            self.replay,
+            rows=rows,
+            live_records=records,
+            num_tokens=self.num_tokens,
+            folds=records + self.num_tokens > self.replay.window,
+            has_z=self.what == "nonflush_z",
+            gate_dtype=self.replay.activation_dtype,
+        )
+
+    @property
+    def _parts(self) -> list[Traffic]:
+        """By the records that rows hold."""
+        return [self.traffic(records, rows) for records, rows in Counter(self.live_records).items()]
 
     @property
     def num_bytes(self) -> int:
         """Bytes that the step must move (`tuning.roofline`)."""
-        return sum(num_bytes for num_bytes, _ in self._parts(Rates(1.0, 1.0)))
+        return sum(part.total_bytes for part in self._parts)
 
     def limit_us(self, rates: Rates) -> float:
         """The least time of the step."""
-        return sum(limit for _, limit in self._parts(rates))
+        return sum(map(rates.limit_us, self._parts))
 
 
 @dataclass(frozen=True)
 class Group:
-    """The cases of one layer and one checkpoint dtype, which share their pools."""
+    """The cases of one layer, checkpoint dtype, window and T, which share their pools."""
 
     shape: ModelShape
     replay: ReplaySpec
@@ -173,25 +211,40 @@ class Group:
 
 
 def plan(options: Options) -> tuple[Group, ...]:
-    """Everything that `run` will time, in its order."""
+    """Everything that `run` will time, in its order.
+
+    Raises:
+        ValueError: no T fits into any window, or fewer tokens are stepped than `options.accepted`.
+    """
+    pairs = [(window, tokens) for tokens in options.tokens for window in options.windows if tokens <= window]
+    if not pairs:
+        raise ValueError(f"tokens: expected some that fit into a window of {options.windows}, got {options.tokens}")
     groups = []
     for shape in options.shapes:
         for checkpoint in options.checkpoints:
-            replay = ReplaySpec(options.window, 1, checkpoint, options.activation)
-            plain = replace(replay, window=1, ring_capacity=0)
-            batches = tuple(
-                tuple(
-                    StepCase(shape, plain if what == "plain" else replay, rows, what)
-                    for what in _whats(options, rows, shape.layer.recurrence)
-                )
-                for rows in options.batches
-            )
-            groups.append(Group(shape, replay, plain, batches))
+            for window, tokens in pairs:
+                replay = ReplaySpec(window, tokens, checkpoint, options.activation)
+                groups.append(_group(options, shape, replay))
     return tuple(groups)
 
 
-def _whats(options: Options, rows: int, recurrence: Recurrence) -> tuple[str, ...]:
-    if options.window == 1:
+def _group(options: Options, shape: ModelShape, replay: ReplaySpec) -> Group:
+    tokens = replay.max_draft
+    accepted = max(1.0, tokens / 2) if options.accepted is None else options.accepted
+    acceptance(tokens, accepted)  # refuses a mean that cannot be
+    plain = replace(replay, window=tokens, ring_capacity=0)
+    batches = tuple(
+        tuple(
+            StepCase(shape, plain if what == "plain" else replay, rows, what, accepted)
+            for what in _whats(options, replay, rows, shape.layer.recurrence)
+        )
+        for rows in options.batches
+    )
+    return Group(shape, replay, plain, batches)
+
+
+def _whats(options: Options, replay: ReplaySpec, rows: int, recurrence: Recurrence) -> tuple[str, ...]:
+    if replay.window == replay.max_draft:
         return ("plain",)
     whats: tuple[str, ...] = ("nonflush", "flush", "plain")
     if rows >= MIXED_FROM_ROWS:
@@ -202,9 +255,10 @@ def _whats(options: Options, rows: int, recurrence: Recurrence) -> tuple[str, ..
 
 
 def goal_of(subject: Subject, device: str | None) -> Goal | None:
-    """The goal of an entry, None where none is set: goals hold for single layers on one device."""
+    """The goal of an entry, None where none is set: goals hold for one token of single layers on one device."""
     replay = subject.replay
-    fits = replay.window == 16 and replay.activation_dtype == torch.bfloat16 and device is not None and "H200" in device
+    fits = (replay.window, replay.max_draft, replay.activation_dtype) == (16, 1, torch.bfloat16)
+    fits = fits and device is not None and "H200" in device
     key = (subject.shape.name, dtype_name(replay.checkpoint_dtype), subject.rows, subject.what)
     return GOALS.get(key) if fits else None
 
@@ -243,7 +297,7 @@ def entry_of(
 
 def facts_of(subject: Subject) -> dict[str, Any]:
     """The part of an entry that says what it is about."""
-    return {
+    facts = {
         "layer": {"name": subject.shape.name, **asdict(subject.shape.layer)},
         "replay": {
             "window": subject.replay.window,
@@ -251,15 +305,20 @@ def facts_of(subject: Subject) -> dict[str, Any]:
             "activation": dtype_name(subject.replay.activation_dtype),
         },
         "rows": subject.rows,
-        "num_tokens": 1,
+        "num_tokens": subject.num_tokens,
         "what": subject.what,
     }
+    if subject.num_tokens > 1:
+        facts["accepted"] = subject.accepted
+    if isinstance(subject, StepCase):
+        facts["records"] = sum(subject.live_records) / subject.rows
+    return facts
 
 
 def average_entry(
     entries: Mapping[str, Mapping[str, Any]], cases: Mapping[str, StepCase], rates: Rates, *, device: str | None
 ) -> dict[str, Any] | None:
-    """The derived entry of one batch: mean step over a window and its speedup over the plain step.
+    """The derived entry of one batch: mean step in the long run and its speedup over the plain step.
 
     Args:
         entries, cases: by what was measured; None is returned unless nonflush and flush both were, and there is no
@@ -268,18 +327,23 @@ def average_entry(
     if not {"nonflush", "flush"} <= set(entries):
         return None
     case = cases["nonflush"]
-    median = window_average_us(
-        case.replay, nonflush_us=entries["nonflush"]["median_us"], flush_us=entries["flush"]["median_us"]
-    )
-    limits = {what: cases[what].limit_us(rates) for what in ("nonflush", "flush")}
-    limit = window_average_us(case.replay, nonflush_us=limits["nonflush"], flush_us=limits["flush"])
-    steps = len(window_steps(case.replay))
-    num_bytes = ((steps - 1) * cases["nonflush"].num_bytes + cases["flush"].num_bytes) // steps
-    measured: dict[str, Any] = {"median_us": median, "derived": True}
+    beyond = {what: entries[what]["median_us"] - cases[what].limit_us(rates) for what in ("nonflush", "flush")}
+    median = limit = num_bytes = 0.0
+    for place in case.positions:
+        traffic = case.traffic(place.records, case.rows)
+        median += place.share * (beyond["flush" if place.folds else "nonflush"] + rates.limit_us(traffic))
+        limit += place.share * rates.limit_us(traffic)
+        num_bytes += place.share * traffic.total_bytes
+    measured: dict[str, Any] = {
+        "median_us": median,
+        "derived": True,
+        "fold_share": fold_share(case.positions),
+        "us_per_token": median / case.accepted,
+    }
     if "plain" in entries:
         measured["speedup"] = entries["plain"]["median_us"] / median
-    subject = Subject(case.shape, case.replay, case.rows, "average")
-    return entry_of(subject, measured, device=device, num_bytes=num_bytes, limit_us=limit)
+    subject = Subject(case.shape, case.replay, case.rows, "average", case.accepted)
+    return entry_of(subject, measured, device=device, num_bytes=round(num_bytes), limit_us=limit)
 
 
 def exit_code(entries: Sequence[Mapping[str, Any]]) -> int:

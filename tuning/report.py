@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rich.table import Column, Table
 
 from replayssm.plan import dtype_name
+from replayssm.pool import bytes_per_slot
+from replayssm.spec import MAX_DRAFT, ReplaySpec
 from tuning.matrix import Group, Subject
 from tuning.roofline import Rates
+from tuning.shapes import ModelShape
 
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 def plan_table(groups: Sequence[Group], rates: Rates) -> Table:
     """What a run would time: bytes of each case, and its least time at the given rates."""
-    table = Table("layer", "state", "rows", "what", _right("MB"), _right("limit us"), title="plan (nothing measured)")
+    numbers = [_right(name) for name in ("rows", "T", "window", "records", "MB", "limit us")]
+    table = Table("layer", "state", *numbers[:3], "what", *numbers[3:], title="plan (nothing measured)")
     for group in groups:
         for cases in group.batches:
             for case in cases:
@@ -24,7 +29,10 @@ def plan_table(groups: Sequence[Group], rates: Rates) -> Table:
                     case.shape.name,
                     _SHORT[dtype_name(case.replay.checkpoint_dtype)],
                     str(case.rows),
+                    str(case.num_tokens),
+                    str(case.replay.window),
                     case.what,
+                    f"{sum(case.live_records) / case.rows:.1f}",
                     f"{case.num_bytes / 1e6:.2f}",
                     f"{case.limit_us(rates):.1f}",
                 )
@@ -40,7 +48,8 @@ def batch_line(subject: Subject, entries: Mapping[str, Mapping[str, Any]], refus
     state = _SHORT[dtype_name(subject.replay.checkpoint_dtype)]
     parts = [f"{what} {entry['median_us']:.2f}" for what, entry in entries.items()]
     parts += [f"{what}: {reason}" for what, reason in refused.items()]
-    return f"{subject.shape.name} {state} x{subject.rows} (us): " + ", ".join(parts)
+    tokens = f" T={subject.num_tokens} L={subject.replay.window}" if subject.num_tokens > 1 else ""
+    return f"{subject.shape.name} {state} x{subject.rows}{tokens} (us): " + ", ".join(parts)
 
 
 def results_table(entries: Iterable[Mapping[str, Any]]) -> Table:
@@ -48,7 +57,7 @@ def results_table(entries: Iterable[Mapping[str, Any]]) -> Table:
     table = Table(
         "layer",
         "state",
-        _right("rows"),
+        *(_right(name) for name in ("rows", "T", "window")),
         "what",
         _right("us"),
         _right("p10-p90"),
@@ -62,7 +71,9 @@ def results_table(entries: Iterable[Mapping[str, Any]]) -> Table:
     for entry in entries:
         if "layer" not in entry:
             continue  # the probes, which have their own line
-        head = (entry["layer"]["name"], _SHORT[entry["replay"]["checkpoint"]], str(entry["rows"]), entry["what"])
+        state, window = _SHORT[entry["replay"]["checkpoint"]], entry["replay"]["window"]
+        numbers = (str(number) for number in (entry["rows"], entry["num_tokens"], window))
+        head = (entry["layer"]["name"], state, *numbers, entry["what"])
         if entry["status"] == "measured":
             table.add_row(*head, *_figures(entry), style=None if entry.get("goal_met", True) else "yellow")
         else:
@@ -92,27 +103,100 @@ def _goal(entry: Mapping[str, Any]) -> str:
     return f"{speedup + ', ' if speedup else ''}{'met' if entry['goal_met'] else 'MISSED'}: {wanted}"
 
 
+Found = dict[str, Mapping[str, Any]]  # entries of one batch, by what was measured
+STEP_COLUMNS = "| non-flush | x limit | fold | x limit | average | plain | ratio |"
+LAYER_COLUMNS = "| layer, heads/groups x V x K | state | batch "
+
+
 def markdown_table(entries: Iterable[Mapping[str, Any]]) -> str:
-    """The steps of a record as a Markdown table, a row for each layer, state and batch, times in microseconds."""
-    rows: dict[tuple[Any, ...], dict[str, Mapping[str, Any]]] = {}
+    """The steps of a record as Markdown, a row for each layer, state and batch, times in microseconds.
+
+    With several tokens or windows each has a row, and where there is a choice of windows a second table says which of
+    them has the least average.
+    """
+    rows = _steps(entries)
+    if len({(tokens, window) for *_, tokens, window in rows}) <= 1 and all(tokens == 1 for *_, tokens, _ in rows):
+        lines = [LAYER_COLUMNS + STEP_COLUMNS, "|---" * 10 + "|"]
+        lines += [_line(*head[:3], *_times(found)) for head, found in rows.items()]
+        return "\n".join(lines)
+    lines = [
+        LAYER_COLUMNS + "| T | window " + STEP_COLUMNS[:-2] + " | accepted | folding | a token | mixed |",
+        "|---" * 16 + "|",
+    ]
+    for head, found in rows.items():
+        average = found["average"]
+        kept = f"{average.get('accepted', 1.0):g}", f"{average['fold_share']:.3f}", f"{average['us_per_token']:.1f}"
+        mixed = f"{found['mixed']['median_us']:.1f}" if "mixed" in found else ""
+        lines.append(_line(*head, *_times(found), *kept, mixed))
+    return "\n".join(lines + _best_windows(rows))
+
+
+def _steps(entries: Iterable[Mapping[str, Any]]) -> dict[tuple[Any, ...], Found]:
+    """The batches of which all steps were measured, by layer, state, rows, T and window."""
+    rows: dict[tuple[Any, ...], Found] = {}
+    plain: dict[tuple[Any, ...], Mapping[str, Any]] = {}
     for entry in entries:
         if "layer" in entry and entry["status"] == "measured":
-            layer = entry["layer"]
+            layer, replay = entry["layer"], entry["replay"]
             heads = f"{layer['num_v_heads']}/{layer['num_k_heads']}"
             name = f"{layer['name'].split('@')[0]}, {heads} x {layer['head_dim']} x {layer['d_state']}"
-            key = (name, _SHORT[entry["replay"]["checkpoint"]], entry["rows"])
-            rows.setdefault(key, {})[entry["what"]] = entry
-    lines = [
-        "| layer, heads/groups x V x K | state | batch "
-        "| non-flush | x limit | fold | x limit | average | plain | ratio |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for (name, state, batch), found in rows.items():
-        if not {"nonflush", "flush", "plain", "average"} <= found.keys():
-            continue
-        reads, folds, plain, average = (found[what] for what in ("nonflush", "flush", "plain", "average"))
-        cells = [name, state, str(batch)]
-        cells += [f"{e[kind]:.{digits}f}" for e in (reads, folds) for kind, digits in (("median_us", 1), ("ratio", 2))]
-        cells += [f"{average['median_us']:.1f}", f"{plain['median_us']:.1f}", f"{average['speedup']:.2f}"]
-        lines.append("| " + " | ".join(cells) + " |")
+            head = (name, _SHORT[replay["checkpoint"]], entry["rows"], entry["num_tokens"])
+            if entry["what"] == "plain":  # whose window is its own
+                plain[head] = entry
+            else:
+                rows.setdefault((*head, replay["window"]), {})[entry["what"]] = entry
+    return {
+        head: {**found, "plain": plain[head[:-1]]}
+        for head, found in rows.items()
+        if {"nonflush", "flush", "average"} <= found.keys() and head[:-1] in plain
+    }
+
+
+def _line(*cells: object) -> str:
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def _times(found: Found) -> list[str]:
+    """What `STEP_COLUMNS` names."""
+    reads, folds, plain, average = (found[what] for what in ("nonflush", "flush", "plain", "average"))
+    cells = [f"{e[kind]:.{digits}f}" for e in (reads, folds) for kind, digits in (("median_us", 1), ("ratio", 2))]
+    return [*cells, f"{average['median_us']:.1f}", f"{plain['median_us']:.1f}", f"{average['speedup']:.2f}"]
+
+
+def _best_windows(rows: Mapping[tuple[Any, ...], Found]) -> list[str]:
+    """The window with the least average of each layer, state, batch and T that has several."""
+    choices: dict[tuple[Any, ...], dict[int, float]] = {}
+    for head, found in rows.items():
+        choices.setdefault(head[:-1], {})[head[-1]] = found["average"]["median_us"]
+    lines = ["", LAYER_COLUMNS + "| T | windows | best | average |", "|---" * 7 + "|"]
+    for head, averages in choices.items():
+        if len(averages) > 1:
+            best = min(averages, key=lambda window: averages[window])
+            lines.append(_line(*head, ", ".join(map(str, averages)), best, f"{averages[best]:.1f}"))
+    return lines if len(lines) > 3 else []
+
+
+def memory_table(shapes: Sequence[ModelShape], replay: ReplaySpec) -> str:
+    """MiB of state that a request takes in all layers together, by T, as Markdown: computed, nothing measured.
+
+    ReplaySSM holds one state and a ring of `window` + T records. A scheme of snapshots writes a state behind each
+    token, so that the one behind the last accepted token can be kept: T states where the next step reads one of them,
+    T + 1 where they lie beside the state of the request.
+
+    Args:
+        shapes: with `num_layers`.
+        replay: window and dtypes.
+    """
+    columns = [f"{shape.name}: {what}" for shape in shapes for what in ("ReplaySSM", "T states", "T + 1 states")]
+    lines = [_line("T", *columns), "|---" * (1 + len(columns)) + "|"]
+    for tokens in range(1, min(MAX_DRAFT, replay.window) + 1):
+        own = replace(replay, max_draft=tokens, ring_capacity=0)
+        cells = []
+        for shape in shapes:
+            sizes = bytes_per_slot(shape.layer, own)
+            state, layers = sizes["checkpoint"], shape.num_layers or 1
+            cells += [
+                f"{layers * each / 2**20:.1f}" for each in (sum(sizes.values()), tokens * state, (tokens + 1) * state)
+            ]
+        lines.append(_line(tokens, *cells))
     return "\n".join(lines)

@@ -132,39 +132,3 @@ def _gate_bytes(layer: LayerSpec, activation: int, gate: int) -> int:
     if layer.recurrence == "gdn":
         return 2 * heads * gate
     return heads * layer.d_state * activation + heads * gate
-
-
-def window_steps(replay: ReplaySpec, *, num_tokens: int = 1) -> tuple[tuple[int, bool], ...]:
-    """The steps between two folds as (live records, folds), when every token is accepted; the fold comes last.
-
-    With L = 16 and T = 1: 15 steps at 1 to 15 records (8 on average), then a fold of 16. With L = 1 every step folds
-    one record: the plain recurrence.
-
-    Raises:
-        ValueError: `num_tokens` is not 1 to `replay.max_draft`.
-    """
-    if not 1 <= num_tokens <= replay.max_draft:
-        raise ValueError(f"num_tokens: expected 1 to max_draft={replay.max_draft}, got {num_tokens}")
-    steps = []
-    live = num_tokens
-    while live + num_tokens <= replay.window:
-        steps.append((live, False))
-        live += num_tokens
-    return (*steps, (live, True))
-
-
-def mean_live_records(replay: ReplaySpec, *, num_tokens: int = 1) -> float:
-    """Records that a step that does not fold finds on average; 0 where every step folds."""
-    live = [h for h, folds in window_steps(replay, num_tokens=num_tokens) if not folds]
-    return sum(live) / len(live) if live else 0.0
-
-
-def window_average_us(replay: ReplaySpec, *, nonflush_us: float, flush_us: float, num_tokens: int = 1) -> float:
-    """Mean time of a step over a window, e.g. (15 nonflush + 1 flush) / 16.
-
-    Args:
-        nonflush_us: time of a step at `mean_live_records`; the bytes are linear in the records, so one point serves.
-        flush_us: time of a step in which every row folds a full window.
-    """
-    steps = len(window_steps(replay, num_tokens=num_tokens))
-    return ((steps - 1) * nonflush_us + flush_us) / steps

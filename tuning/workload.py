@@ -14,6 +14,7 @@ from torch import Tensor
 
 from replayssm.cursors import Cursors
 from replayssm.inputs import GdnInputs, Inputs, KdaInputs, Mamba2Inputs
+from replayssm.launch import value_of
 from replayssm.pool import Pool, RingLayout, record_shapes
 from replayssm.spec import LayerSpec, ReplaySpec
 from tuning.shapes import ModelShape
@@ -97,16 +98,23 @@ def make_pools(
 
 
 def make_inputs(
-    shape: ModelShape, rows: int, *, dtype: torch.dtype, device: torch.device | str, has_z: bool = False
+    shape: ModelShape,
+    rows: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    num_tokens: int = 1,
+    has_z: bool = False,
 ) -> Inputs:
-    """Random inputs of one token a row as the model's layer has them.
+    """Random inputs of `num_tokens` tokens a row as the model's layer has them.
 
     All that is projected comes in `dtype`, parameters in float32. Mamba-2 has bias, softplus and D, and z only on
     request (Nemotron-H gates in the norm behind the layer); the delta rules normalise q and k.
     """
     layer = shape.layer
     heads, groups = layer.num_v_heads, layer.num_k_heads
-    value_shape, key_shape = (rows, 1, heads, layer.head_dim), (rows, 1, groups, layer.d_state)
+    tokens = (rows, num_tokens)
+    value_shape, key_shape = (*tokens, heads, layer.head_dim), (*tokens, groups, layer.d_state)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=dtype, device=device)
@@ -117,7 +125,7 @@ def make_inputs(
     if layer.recurrence == "mamba2":
         return Mamba2Inputs(
             x=normal(*value_shape),
-            dt=normal(rows, 1, heads),
+            dt=normal(*tokens, heads),
             B=normal(*key_shape),
             C=normal(*key_shape),
             A=-uniform(1.0, 16.0, heads),
@@ -128,7 +136,7 @@ def make_inputs(
         )
     q, k, v = normal(*key_shape), normal(*key_shape), normal(*value_shape)
     if layer.recurrence == "gdn":
-        a, b = normal(rows, 1, heads), normal(rows, 1, heads)
+        a, b = normal(*tokens, heads), normal(*tokens, heads)
         return GdnInputs(q, k, v, a, b, A_log=uniform(1.0, 16.0, heads).log(), dt_bias=uniform(-7.0, -2.0, heads))
     # A bounded gate takes the rate inside its sigmoid, where a large one would leave no decay at all.
     rates = (1.0, 16.0) if shape.lower_bound is None else (0.25, 1.0)
@@ -136,8 +144,8 @@ def make_inputs(
         q,
         k,
         v,
-        g=normal(rows, 1, heads, layer.d_state),
-        beta=normal(rows, 1, heads),
+        g=normal(*tokens, heads, layer.d_state),
+        beta=normal(*tokens, heads),
         A_log=uniform(*rates, heads).log(),
         dt_bias=uniform(-7.0, -2.0, heads, layer.d_state),
         lower_bound=shape.lower_bound,
@@ -150,7 +158,7 @@ class StepWork:
 
     Args:
         pool, cursors, inputs, cache_indices: as `replayssm.step` takes them.
-        out: [rows, 1, HV, V], written.
+        out: [rows, T, HV, V], written.
     """
 
     pool: Pool
@@ -166,12 +174,12 @@ class StepWork:
 
 def make_work(pool: Pool, live_records: Sequence[int], inputs: Inputs) -> StepWork:
     """A step over rows that hold the given numbers of records, in slots and at ring starts of random choice."""
-    rows, device, layer = len(live_records), pool.device, pool.layer
+    rows, device = len(live_records), pool.device
     slots = torch.randperm(pool.num_slots, device=device)[:rows]
     start = torch.randint(0, pool.replay.ring_capacity, (pool.num_slots,), device=device, dtype=torch.int32)
     count = torch.zeros(pool.num_slots, device=device, dtype=torch.int32)
     count[slots] = torch.tensor(live_records, device=device, dtype=torch.int32)
-    out = torch.empty(rows, 1, layer.num_v_heads, layer.head_dim, dtype=pool.replay.activation_dtype, device=device)
+    out = torch.empty_like(value_of(inputs))
     return StepWork(pool, Cursors(pool.replay, start, count), inputs, slots.to(torch.int32), out)
 
 

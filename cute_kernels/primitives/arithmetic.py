@@ -6,7 +6,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, Int32, Uint32
 
 LOG2_E = 1.4426950408889634
 SOFTPLUS_THRESHOLD = 20.0
@@ -15,6 +15,11 @@ SOFTPLUS_THRESHOLD = 20.0
 def select(condition: Any, yes: Any, no: Any) -> Any:
     """`yes` where the condition holds, else `no`, without a branch."""
     return type(yes)(cutlass.select_(condition, yes, no))
+
+
+def at_most(x: Int32, limit: Int32) -> Int32:
+    """The smaller of two integers, taken as unsigned: the limit where x is negative."""
+    return select(Uint32(x) < Uint32(limit), x, limit)
 
 
 def exp2(x: Any) -> Float32:

@@ -39,6 +39,12 @@ def load_words(address: Any, count: int, *, cache: str = KEEP, offset: int = 0) 
     return _as_list(ptx(text, write_only_types=[Uint32] * count, read_only_args=[address]), count)
 
 
+def load_pair(address: Any, *, offset: int = 0) -> list[Int64]:
+    """Two neighbouring 64-bit words of global memory; the address is 16-byte aligned."""
+    text = f"ld.global.v2.b64 {_braced('w', 0, 2)}, [{{$r0}}+{offset}];"
+    return list(ptx(text, write_only_types=[Int64] * 2, read_only_args=[address]))
+
+
 def load_words_if(predicate: Any, address: Any, count: int, *, cache: str = KEEP, offset: int = 0) -> list[Uint32]:
     """As `load_words`; zeros, and no access, where the predicate is false."""
     if predicate is True:

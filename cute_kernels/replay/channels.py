@@ -60,13 +60,15 @@ class ChannelRecords:
         place: Place,
         cursor: RowCursor,
         token: list[Any],
+        *,
         ahead: int = 0,
+        valid: Any = 1,
     ) -> None:
-        """Write a token's log-decays, `ahead` records behind the committed ones."""
+        """Write a token's log-decays, `ahead` records behind the committed ones, where `valid` holds."""
         size = 4 if dtype == "float32" else 2
         row = address(ring, size, cursor.slot, place.head, cursor.physical(cursor.count + ahead))
         for (channel, inside), decay in zip(own_channels(tile, place.thread), token, strict=True):
-            store_scalar_if(inside * Int32(place.first_row == 0), row + channel * size, decay, dtype)
+            store_scalar_if(inside * valid * Int32(place.first_row == 0), row + channel * size, decay, dtype)
 
     def stage(self, tile: Tile, place: Place, reads: Any, token: list[Any], base: Any) -> None:
         """Fill the rows in shared memory for one token, which decays the records of a row that reads."""

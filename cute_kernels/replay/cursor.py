@@ -6,17 +6,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass
+import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
 from cute_kernels.args import CursorTensors, RowTensors
-from cute_kernels.primitives.arithmetic import select
+from cute_kernels.primitives.arithmetic import at_most, select
 from cute_kernels.primitives.memory import load_byte, load_words
 
 
-def load_slot(rows: RowTensors, row: Any, index_dtype: str) -> Int32:
+def load_slot(slots: cute.Tensor, row: Any, index_dtype: str) -> Int32:
     """The slot of a row, -1 for any negative one. A slot beyond 31 bits cannot exist."""
     size = 8 if index_dtype == "int64" else 4
-    words = load_words(rows.cache_indices.iterator.toint() + Int64(row) * size, size // 4)
+    words = load_words(slots.iterator.toint() + Int64(row) * size, size // 4)
     slot = Int32(words[0])
     return slot if size == 4 else select(Int32(words[1]) < 0, Int32(-1), slot)
 
@@ -46,19 +47,44 @@ class RowCursor:
 
     @classmethod
     def load(
-        cls, cursors: CursorTensors, slot: Any, forced: Boolean | None, *, capacity: Any, window: int, tokens: int
+        cls, cursors: CursorTensors, slot: Any, forced: Boolean | None, *, capacity: Any, window: int, tokens: Any
     ) -> RowCursor:
         """Read a live slot's cursor and decide by the fold rule for a step of `tokens` tokens; see `load_force`."""
-        offset = Int64(slot) * 4
-        start = Int32(load_words(cursors.ring_start.iterator.toint() + offset, 1)[0])
-        count = Int32(load_words(cursors.num_committed.iterator.toint() + offset, 1)[0])
+        start, count = load_cursor(cursors, slot, capacity, window)
         folds = folds_by_rule(count, tokens, window, forced)
         return cls(Int64(slot), start, count, folds, Int32(capacity))
+
+    @classmethod
+    def load_prefix(cls, cursors: CursorTensors, slot: Any, most: Any, *, capacity: Any, window: Any) -> RowCursor:
+        """The first `most` pending records of a live slot, all when None, which fold if there are any."""
+        start, count = load_cursor(cursors, slot, capacity, window)
+        if most is not None:
+            count = select(most < 0, Int32(0), at_most(count, most))
+        return cls(Int64(slot), start, count, count > 0, Int32(capacity))
 
     def physical(self, logical: Any) -> Int32:
         """Physical ring row of logical record `logical`, 0 to capacity - 1."""
         row = self.start + logical
         return select(row >= self.capacity, row - self.capacity, row)
+
+
+def load_cursor(cursors: CursorTensors, slot: Any, capacity: Any, window: Any) -> tuple[Int32, Int32]:
+    """A slot's ring_start and num_committed.
+
+    Out of range they are a mistake of the caller's, and count as the largest: they must not lead out of the slot.
+    """
+    offset = Int64(slot) * 4
+    start, count = (load_words(t.iterator.toint() + offset, 1)[0] for t in (cursors.ring_start, cursors.num_committed))
+    return at_most(Int32(start), Int32(capacity) - 1), at_most(Int32(count), Int32(window))
+
+
+def load_span(rows: RowTensors, row: Any, most: int) -> tuple[Any, Any]:
+    """Where a row's tokens begin on the token axis of the inputs, and how many it has, 0 to `most`."""
+    if cutlass.const_expr(rows.cu_seqlens is None):
+        return 0, most
+    words = [load_words(rows.cu_seqlens.iterator.toint() + Int64(row) * 4 + 4 * i, 1)[0] for i in (0, 1)]
+    first, end = Int32(words[0]), Int32(words[1])
+    return first, select(first < end, at_most(end - first, Int32(most)), Int32(0))
 
 
 def load_force(rows: RowTensors, row: Any) -> Boolean | None:

@@ -12,7 +12,8 @@ With state S [V, K] of a value head, every layer does per token
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -90,16 +91,20 @@ class Tokens(NamedTuple):
 
     def select(self, rows: Tensor) -> Tokens:
         """The tokens of some rows; `rows` is an index or a mask over axis 0."""
-        return Tokens(
-            self.query[rows],
-            self.key[rows],
-            self.value[rows],
-            self.log_decay[rows],
-            self.strength[rows],
-            self.delta_rule,
-            None if self.skip is None else self.skip[rows],
-            None if self.gate is None else self.gate[rows],
-        )
+        return self._each(lambda t: t[rows])
+
+    def unpacked(self, places: Tensor, present: Tensor) -> Tokens:
+        """Tokens of one row as those of several: token (r, t) is that at `places[r, t]`, or zeros where not `present`.
+
+        Args:
+            places: [rows, T] int64.
+            present: [rows, T] bool.
+        """
+        return self._each(lambda t: t[0, places].where(present.view(*present.shape, *[1] * (t.dim() - 2)), 0))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Tokens:
+        changed: dict[str, Any] = {name: change(t) for name, t in self._asdict().items() if isinstance(t, Tensor)}
+        return self._replace(**changed)
 
     def finish(self, readout: Tensor) -> Tensor:
         """The output [rows, T, HV, V] from S q: skip connection, then gate."""

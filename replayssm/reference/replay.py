@@ -42,8 +42,9 @@ def step(
 ) -> Tensor:
     """Decode T tokens a row, append their records, and fold the rows whose window would overflow.
 
-    A row folds its committed records into the checkpoint first when `num_committed + T > window`, or when it is in
-    `force_fold` and has any. The cursors do not move: `commit` does that, once for all layers.
+    A row folds its committed records into the checkpoint first when `num_committed + T > window`, T its own where the
+    inputs have `cu_seqlens`, or when it is in `force_fold` and has any. The cursors do not move: `commit` does that,
+    once for all layers.
 
     Args:
         pool: checkpoint and rings; written in place, only in the slots of rows that are no padding.
@@ -51,7 +52,7 @@ def step(
         inputs: the tokens, T of 1 to `max_draft`.
         cache_indices: [rows] int32 or int64; the slot of each row. `pad_slot_id` or a negative number marks padding:
             its output is zero. Caller must give other rows distinct slots.
-        out: [rows, T, HV, V] of any floating dtype, written; allocated in the activation dtype when None. Pass one in
+        out: shaped as the values, any floating dtype, written; allocated in the activation dtype when None. Pass one in
             the compute dtype to see the output unrounded.
         force_fold: [rows] bool, or None.
         dtype: compute dtype; float32 when None.
@@ -63,12 +64,23 @@ def step(
     fresh = tokens(inputs, dtype)
     if out is None:
         out = fresh.value.new_empty(fresh.value.shape, dtype=pool.replay.activation_dtype)
-    out.zero_()
-    rows, slots = live_rows(cache_indices, pad_slot_id)
-    fresh = fresh.select(rows)
-    num_draft = fresh.value.shape[1]
+    if inputs.cu_seqlens is None:
+        num_draft = fresh.value.shape[1]
+        num_tokens, places = torch.full_like(cache_indices, num_draft, dtype=torch.int64), None
+    else:
+        num_draft, total = pool.replay.max_draft, fresh.value.shape[1]
+        if total == 0:
+            return out
+        first, num_tokens = spans(inputs.cu_seqlens, num_draft, total)
+        places = (first[:, None] + torch.arange(num_draft, device=first.device)).clamp(max=total - 1)
+    present = torch.arange(num_draft, device=num_tokens.device) < num_tokens[:, None]
+    if places is not None:
+        fresh = fresh.unpacked(places, present)
+    rows, slots = live_rows(cache_indices, pad_slot_id, num_tokens)
+    fresh, appended = fresh.select(rows), present[rows]
     count = cursors.num_committed[slots].long()
-    folds = fold_mask(count, num_draft, pool.replay.window, None if force_fold is None else force_fold[rows])
+    force_fold = None if force_fold is None else force_fold[rows]
+    folds = fold_mask(count, num_tokens[rows], pool.replay.window, force_fold)
     A = inputs.A if isinstance(inputs, Mamba2Inputs) else None
 
     state = fold(pool, cursors, slots, count.where(folds, 0), A=A, dtype=dtype)
@@ -78,15 +90,30 @@ def step(
         state = state.where(folds[:, None, None, None], storage.read_copy(pool, slots).to(dtype))
     pending = _records(pool, cursors, slots, count.where(~folds, 0), A, dtype)
     readout, update = _attend(state, pending, fresh)
-    out[rows] = fresh.finish(readout.transpose(1, 2)).to(out.dtype)
+    result = fresh.finish(readout.transpose(1, 2)).to(out.dtype)
+    if places is None:
+        out.zero_()
+        out[rows] = result
+    else:
+        out[0, places[present]] = 0
+        out[0, places[rows][appended]] = result[appended]
 
-    places = _places(cursors, slots, count, num_draft)
+    ring_rows = _places(cursors, slots, count, num_draft)
     value = update.transpose(1, 2) if fresh.delta_rule else fresh.value
     decay = fresh.log_decay if fresh.delta_rule else fresh.strength
-    _append(pool.value, slots, places, value)
-    _append(pool.key, slots, places, fresh.key)
-    _append(pool.decay, slots, places, decay if pool.layer.decays_per_channel else decay.flatten(2))
+    decay = decay if pool.layer.decays_per_channel else decay.flatten(2)
+    for ring, records in ((pool.value, value), (pool.key, fresh.key), (pool.decay, decay)):
+        ring[slots[:, None].expand_as(appended)[appended], :, ring_rows[appended]] = records[appended].to(ring.dtype)
     return out
+
+
+def spans(cu_seqlens: Tensor, most: int, total: int | None = None) -> tuple[Tensor, Tensor]:
+    """Where the tokens of each row begin and how many it has, 0 to `most` and none beyond `total`; [rows] int64."""
+    first, end = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
+    if total is not None:
+        first = first.where((first >= 0) & (first < total), total)
+        end = end.clamp(max=total)
+    return first, (end - first).clamp(0, most)
 
 
 def fold(
@@ -114,6 +141,7 @@ def commit(
     *,
     cache_indices: Tensor,
     num_draft: int = 1,
+    cu_seqlens: Tensor | None = None,
     num_accepted: Tensor | None = None,
     force_fold: Tensor | None = None,
     pad_slot_id: int = -1,
@@ -123,16 +151,20 @@ def commit(
     Args:
         cursors: written at the slots of rows that are no padding.
         cache_indices, force_fold, pad_slot_id: as given to the `step` of every layer.
-        num_draft: T of that step.
-        num_accepted: [rows] integers, 0 to `num_draft`; every draft when None. Padding rows are not read.
+        num_draft: T of that step; not read where its inputs had `cu_seqlens`, which then is given here.
+        num_accepted: [rows] integers, 0 to a row's tokens; every token when None. Padding rows are not read.
     """
-    rows, slots = live_rows(cache_indices, pad_slot_id)
-    start, count = cursors.ring_start[slots], cursors.num_committed[slots]
-    folds = fold_mask(count, num_draft, cursors.replay.window, None if force_fold is None else force_fold[rows])
+    if cu_seqlens is None:
+        num_tokens = torch.full_like(cache_indices, num_draft, dtype=torch.int64)
+    else:
+        _, num_tokens = spans(cu_seqlens, cursors.replay.max_draft)
+    rows, slots = live_rows(cache_indices, pad_slot_id, num_tokens)
+    start, count, num_tokens = cursors.ring_start[slots], cursors.num_committed[slots], num_tokens[rows]
+    folds = fold_mask(count, num_tokens, cursors.replay.window, None if force_fold is None else force_fold[rows])
     folded = count.where(folds, 0)
-    accepted = num_draft if num_accepted is None else num_accepted[rows].to(count.dtype)
+    accepted = num_tokens if num_accepted is None else num_accepted[rows].clamp(min=0).minimum(num_tokens)
     cursors.ring_start[slots] = (start + folded) % cursors.replay.ring_capacity
-    cursors.num_committed[slots] = count - folded + accepted
+    cursors.num_committed[slots] = count - folded + accepted.to(count.dtype)
     if cursors.fold_count is not None:
         cursors.fold_count[slots] += folds.int()
 
@@ -207,15 +239,16 @@ def _count_folds(cursors: Cursors, read: Tensor, write: Tensor, count: Tensor) -
         cursors.fold_count[write] = cursors.fold_count[read] + (count > 0).int()
 
 
-def live_rows(cache_indices: Tensor, pad_slot_id: int) -> tuple[Tensor, Tensor]:
-    """The rows that are no padding, and their slots, both [live] int64."""
-    rows = torch.nonzero((cache_indices >= 0) & (cache_indices != pad_slot_id)).squeeze(1)
+def live_rows(cache_indices: Tensor, pad_slot_id: int, num_tokens: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The rows that are no padding and have tokens, and their slots, both [live] int64."""
+    live = (cache_indices >= 0) & (cache_indices != pad_slot_id)
+    rows = torch.nonzero(live if num_tokens is None else live & (num_tokens > 0)).squeeze(1)
     return rows, cache_indices[rows].long()
 
 
-def fold_mask(num_committed: Tensor, num_draft: int, window: int, force_fold: Tensor | None) -> Tensor:
-    """Which rows fold at the start of a step of `num_draft` tokens, [rows] bool."""
-    folds = num_committed + num_draft > window
+def fold_mask(num_committed: Tensor, num_tokens: Tensor, window: int, force_fold: Tensor | None) -> Tensor:
+    """Which rows fold at the start of a step of `num_tokens` [rows] tokens, [rows] bool."""
+    folds = num_committed + num_tokens > window
     return folds if force_fold is None else folds | (force_fold & (num_committed > 0))
 
 
@@ -223,10 +256,6 @@ def _places(cursors: Cursors, slots: Tensor, offset: Tensor, length: int) -> Ten
     """Physical ring rows of `length` records from the logical row `offset` on, [rows, length]."""
     first = cursors.ring_start[slots].long() + offset
     return (first[:, None] + torch.arange(length, device=first.device)) % cursors.replay.ring_capacity
-
-
-def _append(ring: Tensor, slots: Tensor, places: Tensor, records: Tensor) -> None:
-    ring[slots[:, None], :, places] = records.to(ring.dtype)
 
 
 def _records(

@@ -22,40 +22,54 @@ import cutlass
 import torch
 from cutlass.base_dsl import compiler
 
-from cute_kernels import commit, probes, step
+from cute_kernels import commit, empty, materialize, probes, step
 from cute_kernels.arch import ARCHES
 from cute_kernels.compile import compile_only
 from cute_kernels.configs import GdnOptions, KdaOptions, Mamba2Options, Options, RowOptions
 from replayssm import plan_step
+from replayssm.model_launch import plan_fold
 from tests.helpers.cases import ODD, RELEASED, Case
 from tests.helpers.cubin import resources
 from tests.helpers.sass import disassembled, histogram
 
 PATH = Path("docs/records/resources.json")
 LAYER = Mamba2Options(dt_dtype="bfloat16", D_dtype="float32", dt_bias_dtype="float32", dt_softplus=True)
-MAX_REGISTERS = {"step": 128, "commit": 32, "probe": 128}  # a CTA has 128 threads: four of them on a multiprocessor
+# A CTA has 128 threads: four of them on a multiprocessor, two where several tokens are verified.
+MAX_REGISTERS = {"step": 128, "verify": 255, "materialize": 128, "commit": 32, "empty": 32, "probe": 128}
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A jit function with what it is specialised for, by architecture."""
+    """A jit function with what it is specialised for, by architecture, and the architectures to report."""
 
     function: Callable[..., Any]
     arguments: Callable[[str], tuple[Any, ...]]
+    arches: tuple[str, ...] = tuple(ARCHES)
 
 
 def _step(case: Case, options: Options = LAYER, **how: Any) -> Kernel:
     def arguments(arch: str) -> tuple[Any, ...]:
-        return step.fake_arguments(plan_step(case.layer, case.replay, options, arch=arch, batch=64, **how).key)
+        plan = plan_step(case.layer, case.replay, options, arch=arch, batch=64, num_tokens=case.T, **how)
+        return step.fake_arguments(plan.key)
 
-    return Kernel(step.step_launch, arguments)
+    # Both Blackwells in the middle only: what compiles for one compiles nearly alike for the other, and time is short.
+    return Kernel(step.step_launch, arguments, tuple(ARCHES) if case.T in (1, 8) else ("sm_90a", "sm_103a"))
+
+
+def _materialize(case: Case, *how: bool) -> Kernel:
+    def arguments(arch: str) -> tuple[Any, ...]:
+        layer = plan_fold(case.layer, case.replay, arch, "int64")
+        return materialize.fake_arguments(materialize.MaterializeKey(layer, *how))
+
+    return Kernel(materialize.materialize_launch, arguments)
 
 
 def _kernels() -> dict[str, Kernel]:
     """Steps of released models with each dtype of checkpoint and each head_dim and d_state that they have, a step with
     everything that is optional, one of d_state 64 and one of full precision; of each delta rule the layer with the most
-    heads with both dtypes of checkpoint in use, and an odd one; both commits; the probes."""
+    heads with both dtypes of checkpoint in use, and an odd one; of each recurrence a layer that verifies 4, 8 and 16
+    tokens, a flush and a materialize; both commits, and the cursors behind a flush; the probes."""
     by_id = {case.id: case for case in (*RELEASED, *ODD)}
     steps = [
         "mamba2-HV128-G8-V64-K128-L16-T1-bf16-fp32",
@@ -80,11 +94,25 @@ def _kernels() -> dict[str, Kernel]:
         kernels[f"step-{case.id}"] = _step(case, some)
         kernels[f"step-{case.id[:-4]}bf16"] = _step(replace(case, checkpoint=torch.bfloat16), some)
         kernels[f"step-{kind}-{odd}-all"] = _step(by_id[f"{kind}-{odd}"], most, **everything)
+    for name, some in {
+        "mamba2-HV128-G8-V64-K128-L16-T1-bf16-fp32": LAYER,
+        "gdn-HV64-HK16-V128-K128-L16-T1-bf16-fp32": GdnOptions(128**-0.5),
+        "kda-HV64-HK64-V128-K128-L16-T1-bf16-fp32": KdaOptions(128**-0.5, lower_bound=-5.0),
+    }.items():
+        for case in (replace(by_id[name], T=tokens) for tokens in (4, 8, 16)):
+            kernels[f"verify-{case.id}"] = _step(case, some)
     for name, key in {
         "commit-L16-T1": commit.CommitKey(16, 1),
         "commit-L16-T4-all": commit.CommitKey(16, 4, "int64", True, True),
     }.items():
         kernels[name] = Kernel(commit.commit_launch, lambda arch, key=key: commit.fake_arguments(key))
+    for layer in ("mamba2-HV128-G8-V64", "gdn-HV64-HK16-V128", "kda-HV96-HK96-V128"):
+        case = by_id[f"{layer}-K128-L16-T1-bf16-fp32"]
+        half = replace(case, checkpoint=torch.bfloat16)
+        kernels[f"materialize-{case.id}-flush"] = _materialize(case)
+        kernels[f"materialize-{half.id}-all"] = _materialize(half, True, True)
+    for name, key in {"flush": empty.EmptyKey(), "materialize": empty.EmptyKey("int64", True)}.items():
+        kernels[f"empty-{name}"] = Kernel(empty.empty_launch, lambda arch, key=key: empty.fake_arguments(key))
     for name, function in (("read", probes.read_tiles), ("rewrite", probes.rewrite_tiles)):
         kernels[f"probe-{name}"] = Kernel(function, lambda arch: probes.fake_arguments())
     return kernels
@@ -128,14 +156,18 @@ def dynamic_shared_bytes(host: str) -> int:
 
 def violations(row: Row) -> list[str]:
     """What no kernel may have, whatever the compiler: spills, a frame, addresses whose memory the compiler does not
-    know, atomics, an opcode of no known class, too many registers, or a step without its wide accesses."""
+    know, atomics, an opcode of no known class, too many registers, or a step or a fold without its wide accesses or, of
+    several tokens, without tensor cores."""
     at, found = f"{row['kernel']} {row['arch']}", row["instructions"]
     kind = row["kernel"].partition("-")[0]
     faults = [f"{at}: a frame of {row['frame_bytes']} bytes"] if row["frame_bytes"] else []
     faults += [f"{at}: {found[name]} of {name}" for name in ("local", "generic", "atomic", "other") if name in found]
     if row["registers"] > MAX_REGISTERS[kind]:
         faults.append(f"{at}: {row['registers']} registers, at most {MAX_REGISTERS[kind]}")
-    needed = {"step": ("LDG.128", "STG.128", "LDS.128", "bulk"), "probe": ("bulk",), "commit": ()}[kind]
+    wide = ("LDG.128", "STG.128", "LDS.128", "bulk")
+    needed: tuple[str, ...] = {
+        "step": wide, "materialize": wide, "verify": (*wide, "matrix"), "probe": ("bulk",)
+    }.get(kind, ())  # fmt: skip
     if row["kernel"] == "probe-rewrite":
         needed = ("LDG.128", "STG.128")
     return faults + [f"{at}: no {name}" for name in needed if name not in found]
@@ -179,7 +211,7 @@ def findings(report: Row, rows: list[Row], compilers: str) -> list[str]:
 
 def stale_kernels(report: Row) -> list[str]:
     """How the kernels of the report differ from those that are to be in it."""
-    wanted = {(name, arch) for name in KERNELS for arch in ARCHES}
+    wanted = {(name, arch) for name, kernel in KERNELS.items() for arch in kernel.arches}
     listed = [(row["kernel"], row["arch"]) for row in report["rows"]]
     found = [f"{name} {arch}: missing from the report" for name, arch in sorted(wanted - set(listed))]
     found += [f"{name} {arch}: in the report, but no such kernel" for name, arch in sorted(set(listed) - wanted)]
@@ -197,7 +229,7 @@ def lines(report: Row) -> Iterator[str]:
 
 def main() -> None:
     """Rewrite the report, unless a kernel breaks a rule."""
-    measured = [measure(name, arch) for name in KERNELS for arch in ARCHES]
+    measured = [measure(name, arch) for name, kernel in KERNELS.items() for arch in kernel.arches]
     rows = [row for _, row in measured]
     if faults := [fault for row in rows for fault in violations(row)]:
         raise SystemExit("\n".join(faults))

@@ -5,8 +5,11 @@
 
 Every step mixes rows that read, rows that fold, rows that are forced to, and padding. One case for each way that the
 step is built: whole heads and heads shared by several CTAs, a window of one pass and of many, 16-bit and 32-bit state
-and activations, every optional input and none, packed and strided rings, dependent launches. `commit` with and without
-its optional arguments. Numbers are compared by `tests/cute_kernels/test_step.py`.
+and activations, every optional input and none, packed and strided rings, dependent launches; several tokens, in one
+block of a matrix instruction and in two, and rows of different numbers of them. `commit` with and without its optional
+arguments. `materialize` with and without numbers of records, and `flush`, of rows with and without records and padding,
+in three layers of two geometries. Numbers are compared by `tests/cute_kernels/test_step.py`, `tests/test_drafts.py`,
+`tests/test_ragged.py` and `tests/test_materialize.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +20,8 @@ import torch
 
 from cute_kernels.configs import StepConfig
 from tests.helpers.draw import BASES
-from tests.helpers.oracle import BARE, BASE, F32, Scene, Work, busy_scene
+from tests.helpers.model import Model, model_of
+from tests.helpers.oracle import BARE, BASE, F32, Scene, Work, busy_scene, ragged
 
 HALF = torch.float16
 STEPS: dict[str, tuple[Scene, dict[str, object]]] = {
@@ -44,6 +48,20 @@ STEPS: dict[str, tuple[Scene, dict[str, object]]] = {
             (", float records", {"value_dtype": F32}, {"pdl": True}),
         )
     },
+    **{
+        f"{kind}, {case.T} tokens{name}": (busy_scene(case), options)
+        for kind, base in BASES.items()
+        for name, case, options in (
+            ("", replace(base, T=4), {"pdl": True}),
+            (", fp32", replace(base, T=3, activation=F32), {}),
+            (
+                ", two CTAs a head, window 33",
+                replace(base, T=16, window=33, checkpoint=HALF),
+                {"config": StepConfig(split=2, precision="tf32")},
+            ),
+        )
+    },
+    **{f"{kind}, up to 4 tokens": (ragged(busy_scene(replace(base, T=4))), {}) for kind, base in BASES.items()},
 }
 
 
@@ -56,9 +74,32 @@ def run(work: Work, options: dict[str, object]) -> None:
     work.commit(num_accepted=accepted)
 
 
+FOLDS = {
+    f"{kind}, {name}": replace(case, **change)
+    for kind, case in BASES.items()
+    for name, change in (
+        ("folds", {}),
+        ("folds of fp16 state", {"checkpoint": HALF, "activation": HALF}),
+        ("folds, two CTAs a head, window 33", {"V": 128, "K": 128, "window": 33, "activation": F32}),
+    )
+}
+
+
+def fold(model: Model) -> None:
+    """Slots 0 to 2 go into others, by a part of their records and by all, then are folded in place."""
+    source, destination = (torch.tensor(one, device="cuda") for one in ([0, 1, -1, 2], [3, 4, 5, -1]))
+    model.materialize(source, destination, torch.tensor([1, 0, 9, 9], dtype=torch.int32, device="cuda"))
+    model.materialize(source.int(), destination.int(), None)
+    model.flush(source)
+
+
 def main() -> None:
     for name, (scene, options) in STEPS.items():
         run(scene.on("cuda"), options)
+        torch.cuda.synchronize()
+        print(f"{name}: ran", flush=True)
+    for name, case in FOLDS.items():
+        fold(model_of(case, torch.device("cuda"), [case.window, case.window // 2, 0], free=3))
         torch.cuda.synchronize()
         print(f"{name}: ran", flush=True)
 

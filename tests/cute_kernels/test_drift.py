@@ -2,8 +2,9 @@
 
 A state that is rounded once too often, or records that are, cost little in a step and add up over a sequence until the
 text falls apart; 16-bit states of the delta rule are known for it. Grid: each recurrence, each dtype of the checkpoint,
-window 16, bfloat16 inputs, every token kept, heads of short memory and of long, of which the longest forgets a part in
-5000 a token. 4096 tokens on a GPU; 320 on a CPU, where the torch twin runs. Against float64, and printed:
+one token a step and 4, window 16, bfloat16 inputs, every token kept, heads of short memory and of long, of which the
+longest forgets a part in 5000 a token. 4096 tokens on a GPU; 320 on a CPU, where the torch twin runs. Against float64,
+and printed:
 
     replay    the public verbs
     float32   the recurrence token by token in float32
@@ -38,7 +39,7 @@ TOKENS = {"cpu": 320, "cuda": 4096}
 
 def sequence(case: Case, tokens: int, device: torch.device) -> Inputs:
     """Inputs [SLOTS, tokens, ...] whose slowest head forgets next to nothing."""
-    inputs = make_inputs(case, SLOTS * tokens, torch.Generator().manual_seed(3))
+    inputs = make_inputs(replace(case, T=1), SLOTS * tokens, torch.Generator().manual_seed(3))
     inputs = per_token(inputs, lambda x: x.reshape(SLOTS, tokens, *x.shape[2:]))
     rates = torch.logspace(-2, 0.6, case.HV)  # times softplus of about -4
     inputs = with_parts(inputs, rate=-rates if case.recurrence == "mamba2" else rates.log())
@@ -74,8 +75,8 @@ def replayed(case: Case, inputs: Inputs, device: torch.device) -> tuple[Tensor, 
     work = Scene(case, (0,) * SLOTS).on(device)
     work.pool.checkpoint.zero_()
     out = []
-    for t in range(part(inputs, "value").shape[1]):
-        work.inputs = per_token(inputs, lambda x, t=t: x[:, t : t + 1])
+    for t in range(0, part(inputs, "value").shape[1], case.T):
+        work.inputs = per_token(inputs, lambda x, t=t: x[:, t : t + case.T])
         out.append(work.step())
         work.commit()
     work.force_fold = torch.ones(SLOTS, dtype=torch.bool, device=device)
@@ -127,12 +128,13 @@ def faults(case: Case, figures: Figures) -> list[str]:
     ]
 
 
+@pytest.mark.parametrize("num_draft", [1, 4])
 @pytest.mark.parametrize("checkpoint", [F32, BF16, F16], ids=str)
 @pytest.mark.parametrize("kind", RECURRENCES)
 def test_a_long_sequence_errs_as_the_plain_recurrence(
-    kind: Recurrence, checkpoint: torch.dtype, device: torch.device
+    kind: Recurrence, checkpoint: torch.dtype, num_draft: int, device: torch.device
 ) -> None:
-    case = replace(base_of(kind, device), window=WINDOW, checkpoint=checkpoint)
+    case = replace(base_of(kind, device), window=WINDOW, T=num_draft, checkpoint=checkpoint)
     assert faults(case, measured(case, device)) == []
 
 

@@ -4,8 +4,10 @@ Numbers: one step against the replay form in float64, and 40 steps against the t
 bound is a multiple of what torch errs in the same precision (`helpers.tolerance`). Grid: of each recurrence, every odd
 geometry of `helpers.cases` that a kernel covers (one head, a group a head, ratios of 3, head_dim 80, windows 1 to 64,
 every dtype) and the extremes of the released models; in each, rows that read, rows that fold, forced rows and padding
-in one launch. Launches: CTAs that share a head, dependent launches, graphs, 1 to 4096 rows, and pools whose offsets
-pass 2**32 bytes. What a CPU can run, it runs too: there the torch twin stands in for the kernel.
+in one launch; and a large layer of each recurrence with 64 rows of 4, 8 and 16 tokens (`tests/test_drafts.py` has the
+small ones). Launches, with one token and with 4: CTAs that share a head, dependent launches, graphs in which only the
+device knows what was accepted, 1 to 4096 rows, and pools whose offsets pass 2**32 bytes. What a CPU can run, it runs
+too: there the torch twin stands in for the kernel.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from replayssm.pool import record_shapes
 from replayssm.spec import RECURRENCES, Recurrence
 from tests.helpers.cases import ODD, RELEASED, Case, pick
 from tests.helpers.draw import BASES, KERNELS, ROLES, base_of, part, with_parts
-from tests.helpers.oracle import F32, PAD, Scene, Trace, Work, busy_scene, mistakes, per_token
+from tests.helpers.oracle import F32, PAD, Scene, Trace, Work, busy_counts, busy_scene, mistakes, per_token
 from tests.helpers.tolerance import same_bytes
 
 HEAD_DIMS, CPU_STATE = (64, 80, 128), 400_000  # values of one row's state that one CPU thread steps in a second
@@ -39,6 +41,7 @@ def base(request: pytest.FixtureRequest, device: torch.device) -> Case:
 
 
 each_kernel = pytest.mark.parametrize("kind", KERNELS)
+one_and_several = pytest.mark.parametrize("num_draft", [1, 4])
 
 
 def _extremes(kind: Recurrence) -> list[Case]:
@@ -84,6 +87,28 @@ def test_one_step_is_the_replay_form(case: Case, device: torch.device) -> None:
         work.pool.checkpoint[int(work.slots[2]), 0].mul_(1.1)
 
     assert any("output" in finding for finding in mistakes(busy_scene(case).on(device), before=perturb))
+
+
+LARGE: dict[Recurrence, tuple[int, int]] = {"mamba2": (128, 8), "gdn": (64, 16), "kda": (64, 64)}
+
+
+@pytest.mark.parametrize("checkpoint", [F32, torch.bfloat16])
+@pytest.mark.parametrize("num_draft", [4, 8, 16])
+@pytest.mark.parametrize("kind", RECURRENCES)
+def test_several_tokens_of_a_large_layer(
+    kind: Recurrence, num_draft: int, checkpoint: torch.dtype, device: torch.device
+) -> None:
+    case = next(c for c in pick(RELEASED, recurrence=kind) if LARGE[kind] == (c.HV, c.HK))
+    case = replace(case, T=num_draft, window=max(16, 2 * num_draft), checkpoint=checkpoint)
+    skip_if_slow(case, device)
+    counts = (busy_counts(case.window, num_draft) * 8)[:64]
+    scene = Scene(case, counts, forced=tuple(range(0, 64, 11)))
+    assert mistakes(scene.on(device)) == []
+
+    def perturb(work: Work) -> None:  # teeth: the last token of a row that reads, in the group of long memory
+        part(work.inputs, "query")[0, -1, 0].neg_()
+
+    assert any("output" in finding for finding in mistakes(scene.on(device), before=perturb))
 
 
 @pytest.mark.parametrize("kind", RECURRENCES)
@@ -147,10 +172,14 @@ def step_bytes(work: Work, **options: object) -> list[Tensor]:
     return [copy.step(**options), *copy.written()]
 
 
+@one_and_several
 @pytest.mark.parametrize("split", [None, 2, 4])
-def test_repeated_launches_agree_bit_for_bit(split: int | None, base: Case, device: torch.device) -> None:
+def test_repeated_launches_agree_bit_for_bit(
+    split: int | None, num_draft: int, base: Case, device: torch.device
+) -> None:
     """CTAs of one head, and heads of one group, write beside records that their siblings still read. Every pair of ring
     start and record count, five times from the same state: a race shows as a difference in some of them."""
+    base = replace(base, T=num_draft)
     capacity = busy_scene(base).replay.ring_capacity
     pairs = [(start, count) for start in range(capacity) for count in range(base.window + 1)] * 3
     starts, counts = zip(*pairs, strict=True)
@@ -167,8 +196,10 @@ def test_repeated_launches_agree_bit_for_bit(split: int | None, base: Case, devi
     assert not same_bytes(step_bytes(other, config=config)[0], first[0])
 
 
+@one_and_several
 @pytest.mark.parametrize("rows", [1, 2, 17, 257, 4096])
-def test_any_number_of_rows(rows: int, base: Case, device: torch.device) -> None:
+def test_any_number_of_rows(rows: int, num_draft: int, base: Case, device: torch.device) -> None:
+    base = replace(base, T=num_draft)
     if device.type == "cpu" and rows > 257:
         pytest.skip("too large for one CPU thread; the GPU runs it")
     counts = tuple((PAD, 0, base.window, 2, base.window - 1)[(row + 2) % 5] for row in range(rows))
@@ -186,8 +217,9 @@ def chain(work: Work, layers: int, *, pdl: bool) -> list[Tensor]:
     return [*outs, *(tensor for layer in works for tensor in layer.written())]
 
 
-def test_dependent_launches_agree_with_plain_ones(base: Case, device: torch.device) -> None:
-    work = Scene(base, (0, 5, 4, 2) * 16, forced=(3,)).on(device)
+@one_and_several
+def test_dependent_launches_agree_with_plain_ones(num_draft: int, base: Case, device: torch.device) -> None:
+    work = Scene(replace(base, T=num_draft), (0, 5, 4, 2) * 16, forced=(3,)).on(device)
     plain = chain(work, 6, pdl=False)
     assert bool(torch.isfinite(torch.cat(plain[:6])).all())
     for _ in range(1 if device.type == "cpu" else 5):
@@ -214,13 +246,14 @@ def in_pages(work: Work, page_bytes: int) -> Work:
     return paged
 
 
+@one_and_several
 @pytest.mark.parametrize("page_bytes", [1 << 17, 1 << 31], ids=["128KiB", "2GiB"])
-def test_slots_may_lie_in_an_engines_pages(page_bytes: int, base: Case, device: torch.device) -> None:
+def test_slots_may_lie_in_an_engines_pages(page_bytes: int, num_draft: int, base: Case, device: torch.device) -> None:
     """In pages of 2 GiB the offsets of the last slots pass 2**31 elements and 2**32 bytes in every tensor, where 32-bit
     products of slot and stride overflow. 12 GiB are reserved then, and next to nothing of it is touched."""
     if device.type == "cpu" and page_bytes > 1 << 20:
         pytest.skip("reserves 12 GiB; the GPU runs it")
-    case = replace(base, activation=torch.float16, checkpoint=torch.bfloat16)
+    case = replace(base, T=num_draft, activation=torch.float16, checkpoint=torch.bfloat16)
     packed = Scene(case, (5, 3, 0, 5, 4)).on(device)
     free = [slot for slot in range(7) if slot not in packed.slots.tolist()]
     if 6 in free:  # let the last page have a row
@@ -248,15 +281,18 @@ def restore(work: Work, saved: Work) -> None:
 
 
 @pytest.mark.gpu
+@one_and_several
 @each_kernel
-def test_graph_replay_equals_eager(kind: Recurrence) -> None:
+def test_graph_replay_equals_eager(kind: Recurrence, num_draft: int) -> None:
     """Capture also shows that neither verb waits for the device: that is an error while capturing. The index vector is
-    rewritten in place between replays, with other slots and with padding, as an engine does."""
-    work = busy_scene(BASES[kind]).on("cuda")
+    rewritten in place between replays, with other slots and with padding, as an engine does. Of several tokens, how
+    many stay follows from the outputs, so the host never knows it."""
+    work = busy_scene(replace(BASES[kind], T=num_draft)).on("cuda")
     work.inputs = per_token(work.inputs, lambda x: x.nan_to_num(0.25))  # any row may carry a request here
     out, saved, mine = torch.full_like(value_of(work.inputs), float("nan")), work.clone(), work.cache_indices.clone()
     padded = mine.masked_fill(torch.arange(len(mine), device="cuda") % 2 == 0, -1)
     sequence = [mine, mine, mine.roll(1), padded, mine, mine.flip(0), mine]
+    accepted = torch.zeros(len(mine), dtype=torch.int32, device="cuda") if num_draft > 1 else None
 
     def run(one_step: Callable[[], object]) -> list[Tensor]:
         restore(work, saved)
@@ -264,12 +300,14 @@ def test_graph_replay_equals_eager(kind: Recurrence) -> None:
         for chosen in sequence:
             work.cache_indices.copy_(chosen)
             one_step()
-            outs.append(out.clone())
+            outs += [out.clone()] if accepted is None else [out.clone(), accepted.clone()]
         return [*outs, *(tensor.clone() for tensor in work.written())]
 
     def eager() -> None:
         work.step(out=out)
-        work.commit()
+        if accepted is not None:
+            accepted.copy_((out[:, :, 0, 0] > 0).sum(1))
+        work.commit(num_accepted=accepted)
 
     expected = run(eager)
     restore(work, saved)
@@ -281,14 +319,18 @@ def test_graph_replay_equals_eager(kind: Recurrence) -> None:
     out.fill_(float("nan"))
     got = run(graph.replay)
     assert all(same_bytes(a, b) for a, b in zip(expected, got, strict=True))
-    assert not same_bytes(got[0], got[1])
-    assert bool(torch.isfinite(torch.cat(got[: len(sequence)])).all())
+    outs = got[: -len(work.written())][:: 1 if accepted is None else 2]
+    assert not same_bytes(outs[0], outs[1])
+    assert bool(torch.isfinite(torch.cat(outs)).all())
+    if accepted is not None:
+        assert len(torch.cat(got[1 : 2 * len(sequence) : 2]).unique()) > 2
 
 
 @pytest.mark.gpu
+@one_and_several
 @each_kernel
-def test_a_step_with_out_allocates_nothing(kind: Recurrence) -> None:
-    work = busy_scene(BASES[kind]).on("cuda")
+def test_a_step_with_out_allocates_nothing(kind: Recurrence, num_draft: int) -> None:
+    work = busy_scene(replace(BASES[kind], T=num_draft)).on("cuda")
     out = torch.empty_like(value_of(work.inputs))
     work.step(out=out)
     work.commit()

@@ -3,9 +3,9 @@
 No GPU is needed: the compiler brings its own assembler, and registers and stack frames stand in the cubin
 (`helpers.cubin`). Grid: nine step kernels for each recurrence and each of the three architectures, in which every dtype
 of checkpoint and activations, every head_dim, d_state and extreme window, and every option, on and off, occurs at least
-once; the pairings differ from one architecture to the next. A commit kernel for each architecture. Of the released
-layers with a delta rule, whose tile differs by the dtype of the checkpoint alone, each ratio of heads with each dtype
-on one of the architectures.
+once; the pairings differ from one architecture to the next. Three kernels of `materialize` for each recurrence and
+architecture; a commit and an `empty` for each architecture. Of the released layers with a delta rule, whose tile
+differs by the dtype of the checkpoint alone, each ratio of heads with each dtype on one of the architectures.
 """
 
 from __future__ import annotations
@@ -25,16 +25,26 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
 from cutlass.base_dsl import compiler
 
-from cute_kernels import commit, step
+from cute_kernels import commit, empty, materialize, step
 from cute_kernels.arch import ARCHES
 from cute_kernels.compile import compile_only
-from cute_kernels.configs import THREADS, GdnOptions, KdaOptions, Mamba2Options, Options, RowOptions, StepKey, Tile
+from cute_kernels.configs import (
+    THREADS,
+    GdnOptions,
+    KdaOptions,
+    Mamba2Options,
+    Options,
+    RowOptions,
+    StepKey,
+    Tile,
+    heuristic_config,
+)
 from replayssm import LayerSpec, ReplaySpec, plan_step
 from replayssm.spec import Recurrence
 from tests.helpers.cases import RELEASED, Case, pick
 from tests.helpers.cubin import FRAME, REGISTERS, Resources, resources
 
-MAX_REGISTERS_COMMIT = 32
+MAX_REGISTERS_CURSORS = 32
 # A CTA has 128 threads: with 128 registers a thread four CTAs share a multiprocessor, so that the copies of three tiles
 # are in flight while the fourth is multiplied.
 MULTIPROCESSOR = {"registers": 65536, "shared_bytes": 228 * 1024, "reserved_bytes": 1024}  # of each architecture here
@@ -189,6 +199,42 @@ def check_step(key: StepKey, arch: str, tmp_path: Path, *, ctas: int = 4) -> Non
     assert ("griddepcontrol.launch_dependents" in ptx) == key.rows.pdl
 
 
+def fold_key_of(kind: Recurrence, arch: str, number: int) -> materialize.MaterializeKey:
+    """Kernel `number` of 3: another dtype of checkpoint each, and of activations."""
+    shift = list(ARCHES).index(arch)
+    layer = replace(key_of(arch, 3 * number + (2 * number + shift) % 3, kind), num_tokens=0)
+    config = heuristic_config(layer, 1, ARCHES[arch])
+    assert config is not None
+    return materialize.MaterializeKey(replace(layer, config=config), number != shift, number == 2)
+
+
+FOLDS = [(kind, arch, number) for kind in OPTIONS for arch in ARCHES for number in range(3)]
+
+
+@pytest.mark.parametrize(("kind", "arch", "number"), FOLDS)
+def test_a_materialize_compiles_within_its_budget(kind: Recurrence, arch: str, number: int, tmp_path: Path) -> None:
+    key = fold_key_of(kind, arch, number)
+    make = functools.partial(materialize.fake_arguments, key)
+    ptx, used = assemble(materialize.materialize_launch, make, arch, tmp_path)
+    assert faults(ptx, used, arch, max_registers(key.layer, 4)) == [], key
+    assert Tile.of(key.layer).smem_bytes <= ARCHES[arch].smem_bytes
+    assert "cp.async.bulk" in ptx
+    assert re.search(r"ld\.global[\w.:]*\.v4\.b32", ptx)
+    assert len(re.findall(r"st\.global", ptx)) == len(re.findall(r"st\.global[\w.:]*\.v4\.b32", ptx)) > 0
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_the_grid_of_materialize_holds_every_dtype(kind: Recurrence) -> None:
+    for arch in ARCHES:
+        layers = [fold_key_of(kind, arch, number).layer for number in range(3)]
+        assert {one.checkpoint_dtype for one in layers} == {one.activation_dtype for one in layers} == set(NAMES)
+    keys = [fold_key_of(*how) for how in FOLDS if how[0] == kind]
+    assert {(key.has_destination, key.has_num_records) for key in keys} >= {(False, False), (True, False), (True, True)}
+    assert ({key.layer.head_dim for key in keys}, {key.layer.d_state for key in keys}) == (set(HEAD_DIMS), set(STATES))
+    assert {key.layer.window for key in keys} == {16, 64}
+    assert {key.layer.rows.index_dtype for key in keys} == {"int32", "int64"}
+
+
 def values(key: StepKey) -> set[tuple[str, object]]:
     """Each part of a key that a kernel may depend on."""
     found: set[tuple[str, object]] = {
@@ -236,7 +282,15 @@ def test_a_commit_compiles_within_its_budget(arch: str, tmp_path: Path) -> None:
         (16, 1, 64)[number], (1, 1, 4)[number], ("int32", "int64")[number % 2], number > 0, number > 1
     )
     ptx, used = assemble(commit.commit_launch, functools.partial(commit.fake_arguments, key), arch, tmp_path)
-    assert faults(ptx, used, arch, MAX_REGISTERS_COMMIT) == []
+    assert faults(ptx, used, arch, MAX_REGISTERS_CURSORS) == []
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_an_empty_compiles_within_its_budget(arch: str, tmp_path: Path) -> None:
+    number = list(ARCHES).index(arch)
+    key = empty.EmptyKey(("int32", "int64")[number % 2], number > 0)
+    ptx, used = assemble(empty.empty_launch, functools.partial(empty.fake_arguments, key), arch, tmp_path)
+    assert faults(ptx, used, arch, MAX_REGISTERS_CURSORS) == []
 
 
 # Teeth.

@@ -44,7 +44,8 @@ from tests.helpers.draw import (
 from tests.helpers.tolerance import excess, same_bytes
 
 __all__ = ["ALL", "BARE", "BASE", "BASES", "F32", "F64", "NAMES", "PAD", "Given", "Scene", "Trace", "Work",
-           "busy_counts", "busy_scene", "make_inputs", "mistakes", "per_token", "random_pool"]  # fmt: skip
+           "busy_counts", "busy_scene", "make_inputs", "mistakes", "packed", "per_token", "ragged",
+           "random_pool"]  # fmt: skip
 PAD = -1  # in `Scene.counts`: the row is padding
 NAMES = ("checkpoint", "value", "key", "decay")
 
@@ -63,6 +64,7 @@ class Scene:
         capacity: ring rows; one more than needed when 0.
         index_dtype: of `cache_indices`.
         seed: of everything drawn.
+        lengths: tokens of each row, 0 to `case.T`, with `cu_seqlens`; None gives every row `case.T` without it.
     """
 
     case: Case
@@ -74,6 +76,7 @@ class Scene:
     capacity: int = 0
     index_dtype: torch.dtype = torch.int64
     seed: int = 0
+    lengths: tuple[int, ...] | None = None
 
     @property
     def replay(self) -> ReplaySpec:
@@ -96,6 +99,8 @@ class Scene:
         pool = random_pool(self.case.layer, replay, start, count, generator, self.ring_layout)
         inputs = make_inputs(self.case, len(self.counts), generator, self.given)
         inputs = per_token(inputs, lambda x: x.masked_fill(~live.view(-1, *[1] * (x.dim() - 1)), float("nan")))
+        if self.lengths is not None:
+            inputs = packed(inputs, torch.tensor(self.lengths))
         force = None
         if self.forced is not None:
             force = torch.zeros(len(self.counts), dtype=torch.bool)
@@ -117,15 +122,15 @@ class Work:
 
     def to(self, device: torch.device) -> Work:
         """The same step in memory of its own, with the same strides, on a device."""
-        tensors = {name: _like(getattr(self.pool, name), device) for name in NAMES}
-        inputs = self.inputs._replace(**{n: _like(t, device) for n, t in tensors_of(self.inputs).items()})
+        tensors = {name: like(getattr(self.pool, name), device) for name in NAMES}
+        inputs = self.inputs._replace(**{n: like(t, device) for n, t in tensors_of(self.inputs).items()})
         return replace(
             self,
             pool=Pool(self.pool.layer, self.pool.replay, **tensors),
             cursors=copy_cursors(self.cursors, device),
             inputs=inputs,
-            cache_indices=_like(self.cache_indices, device),
-            force_fold=None if self.force_fold is None else _like(self.force_fold, device),
+            cache_indices=like(self.cache_indices, device),
+            force_fold=None if self.force_fold is None else like(self.force_fold, device),
         )
 
     def clone(self) -> Work:
@@ -138,23 +143,47 @@ class Work:
         return replayssm.step(self.pool, self.cursors, self.inputs, **arguments)
 
     def commit(self, **options: Any) -> None:
-        arguments = {"cache_indices": self.cache_indices, "num_draft": self.num_draft, "force_fold": self.force_fold}
-        replayssm.commit(self.cursors, **(arguments | {"pad_slot_id": self.pad_slot_id, **options}))
+        arguments = {"cache_indices": self.cache_indices, "force_fold": self.force_fold}
+        ragged = self.inputs.cu_seqlens
+        arguments |= {"num_draft": self.num_draft} if ragged is None else {"cu_seqlens": ragged}
+        self.run_commit(**(arguments | {"pad_slot_id": self.pad_slot_id, **options}))
+
+    def run_commit(self, **arguments: Any) -> None:
+        replayssm.commit(self.cursors, **arguments)
 
     @property
     def num_draft(self) -> int:
-        """T, the tokens a row of the inputs."""
-        return part(self.inputs, "value").shape[1]
+        """T, the tokens a row of the inputs, or the most that a row may have."""
+        ragged = self.inputs.cu_seqlens is not None
+        return self.pool.replay.max_draft if ragged else part(self.inputs, "value").shape[1]
+
+    @property
+    def lengths(self) -> Tensor:
+        """[rows] int64: tokens of each row."""
+        if self.inputs.cu_seqlens is None:
+            return torch.full_like(self.cache_indices, self.num_draft, dtype=torch.int64)
+        return self.inputs.cu_seqlens.diff().long()
 
     @property
     def live(self) -> Tensor:
-        """[rows] bool: rows that are no padding."""
-        return (self.cache_indices >= 0) & (self.cache_indices != self.pad_slot_id)
+        """[rows] bool: rows that are no padding and have tokens."""
+        return (self.cache_indices >= 0) & (self.cache_indices != self.pad_slot_id) & (self.lengths > 0)
+
+    @property
+    def present(self) -> Tensor:
+        """[live rows, T] bool: which of T tokens a row has."""
+        return torch.arange(self.num_draft, device=self.cache_indices.device) < self.lengths[self.live][:, None]
+
+    def of_tokens(self, out: Tensor) -> tuple[Tensor, Tensor]:
+        """From a tensor shaped as the output: what the tokens of live rows have, and what the others have."""
+        live = self.live.repeat_interleave(self.lengths)
+        flat = out.flatten(0, 1)[: len(live)]
+        return flat[live], flat[~live]
 
     def fold_counts(self) -> Tensor:
         """[live rows] int64: records that this step folds, by the rule of the docstrings."""
         count = self.cursors.num_committed[self.slots].long()
-        folds = count + self.num_draft > self.pool.replay.window
+        folds = count + self.lengths[self.live] > self.pool.replay.window
         if self.force_fold is not None:
             folds |= self.force_fold[self.live]
         return count.where(folds, 0)
@@ -174,7 +203,7 @@ class Work:
         return [*self.pool.tensors, self.cursors.ring_start, self.cursors.num_committed]
 
 
-def _like(tensor: Tensor, device: torch.device) -> Tensor:
+def like(tensor: Tensor, device: torch.device) -> Tensor:
     """A copy with the same strides, gaps included."""
     extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     memory = torch.full((extent,), 0, dtype=tensor.dtype, device=device)
@@ -207,7 +236,7 @@ def mistakes(
         options: for `Work.step`.
     """
     given, exact, twin = work.clone(), in_float64(work), work.clone()
-    live, places, folding = work.live, work.places(), work.slots[work.fold_counts() > 0]
+    folding = work.slots[work.fold_counts() > 0]
     want = torch.empty(part(work.inputs, "value").shape, dtype=F64, device=work.pool.device)
     _reference_step(exact, want, F64)
     baseline = _reference_step(twin, None, F32)
@@ -217,11 +246,12 @@ def mistakes(
     if after is not None:
         after(work, out)
 
-    findings = [] if bool((out[~live] == 0).all()) else ["output: padding rows are not zero"]
-    findings += excess("output", out[live], baseline[live], want[live], keep=(0, 1, 2))
+    got, padding = given.of_tokens(out)
+    findings = [] if bool((padding == 0).all()) else ["output: padding rows are not zero"]
+    findings += excess("output", got, *(given.of_tokens(right)[0] for right in (baseline, want)), keep=(0, 1))
     states = [one.pool.checkpoint[folding] for one in (work, twin, exact)]
     findings += excess("checkpoint", *states, keep=(0, 1))
-    findings += _appended((work, twin, exact), given, places)
+    findings += _appended((work, twin, exact), given)
     given.pool.checkpoint[folding] = states[0]
     for name in NAMES:
         if not same_bytes(getattr(work.pool, name), getattr(given.pool, name)):
@@ -252,18 +282,35 @@ def in_float64(work: Work) -> Work:
     return replace(work, pool=pool)
 
 
-def _appended(works: tuple[Work, Work, Work], given: Work, places: Tensor) -> list[str]:
+def _appended(works: tuple[Work, Work, Work], given: Work) -> list[str]:
     """The appended records of (the run, the twin, float64): bit for bit where torch errs nothing, as where an input is
     the record, else within the bound. Copies them into `given`."""
-    findings, slots = [], given.slots[:, None]
+    findings, present, places = list[str](), given.present, given.places()
+    slots, places = given.slots[:, None].expand_as(places)[present], places[present]
     for name in NAMES[1:]:
         got, baseline, exact = (getattr(work.pool, name)[slots, :, places] for work in works)
         if not torch.equal(baseline.double(), exact):
-            findings += excess(f"{name}: the appended record", got, baseline, exact, keep=(0, 1, 2)[: got.dim() - 1])
+            findings += excess(f"{name}: the appended record", got, baseline, exact, keep=(0, 1)[: got.dim() - 1])
         elif not same_bytes(got, baseline):
             findings.append(f"{name}: the appended record is not the input")
         getattr(given.pool, name)[slots, :, places] = got
     return findings
+
+
+def ragged(scene: Scene) -> Scene:
+    """The same step with 0 to T tokens a row."""
+    return replace(scene, lengths=tuple((i + 1) % (scene.case.T + 1) for i in range(len(scene.counts))))
+
+
+def packed(inputs: Any, lengths: Tensor) -> Any:
+    """The first `lengths` tokens of each row one after the other, as `cu_seqlens` has them, then two of NaN."""
+    present = torch.arange(part(inputs, "value").shape[1]) < lengths[:, None]
+    ends = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).int()
+
+    def pack(t: Tensor) -> Tensor:
+        return torch.cat([t[present], torch.full((2, *t.shape[2:]), float("nan"), dtype=t.dtype)])[None]
+
+    return per_token(inputs, pack)._replace(cu_seqlens=ends)
 
 
 def busy_counts(window: int, num_draft: int = 1) -> tuple[int, ...]:
@@ -283,16 +330,18 @@ class Trace:
     """A pool driven over random steps by the public verbs, beside the float64 recurrence and the float32 twin.
 
     The slots start with random states and pending records. Each step takes the slots in random order, makes some rows
-    padding (with NaN inputs and a senseless `num_accepted`), forces some to fold and accepts 0 to T tokens of each.
-    Outputs are those of all T tokens. "torch" among them, and `rounded` beside `state`, are the recurrence in float32:
-    what the twin itself may err where memory is float32.
+    padding (with NaN inputs and a senseless `num_accepted`), forces some to fold and accepts 0 to T tokens of each, or
+    with `ragged` of the 0 to T tokens that the row has. Outputs are those of all T tokens. "torch" among them, and
+    `rounded` beside `state`, are the recurrence in float32: what the twin itself may err where memory is float32.
     """
 
-    def __init__(self, case: Case, device: torch.device, *, slots: int = 6, seed: int = 0) -> None:
+    def __init__(
+        self, case: Case, device: torch.device, *, slots: int = 6, seed: int = 0, ragged: bool = False
+    ) -> None:
         counts = tuple(case.window * i // (slots - 1) for i in range(slots))
         work = Scene(case, counts, seed=seed).on(device)
         twin = work.clone()
-        self.case, self.work, self.twin, self.slots = case, work, twin, work.slots
+        self.case, self.work, self.twin, self.slots, self.ragged = case, work, twin, work.slots, ragged
         self.generator = torch.Generator().manual_seed(seed)
         self.state = self.standing_for(work)
         self.rounded = self.state.float()
@@ -315,22 +364,34 @@ class Trace:
         accepted = torch.randint(num_draft + 2, (rows,), generator=self.generator).clamp(max=num_draft).int()
         inputs = make_inputs(self.case, rows, self.generator)
         inputs = per_token(inputs, lambda x: x.masked_fill(padding.view(-1, *[1] * (x.dim() - 1)), float("nan")))
-        inputs = self.work.inputs._replace(**{n: t.to(device) for n, t in tokens_of(inputs).items()})
+        lengths = torch.full((rows,), num_draft)
+        if self.ragged:
+            lengths = torch.randint(num_draft + 1, (rows,), generator=self.generator)
+            accepted = accepted.minimum(lengths).int()
+        given = packed(inputs, lengths) if self.ragged else inputs
         indices = self.slots[order.to(device)].masked_fill(padding.to(device), -1)
-        accepted = accepted.masked_fill(padding, torch.iinfo(torch.int32).max).to(device)
+        accepted = accepted.masked_fill(padding | (lengths == 0), torch.iinfo(torch.int32).max).to(device)
+        drawn = {name: given._asdict()[name] for name in (*tokens_of(given), "cu_seqlens")}
+        given = self.work.inputs._replace(**{n: None if t is None else t.to(device) for n, t in drawn.items()})
         for work in (self.work, self.twin):
-            work.inputs, work.cache_indices, work.force_fold = inputs, indices, forced.to(device)
-        live = ~padding.to(device)
-        self.outputs["got"].append(self.work.step()[live])
-        self.outputs["twin"].append(_reference_step(self.twin, None, F32)[live])
-        where, tokens = order.to(device)[live], per_token(inputs, lambda x: x[live])
-        self.outputs["exact"].append(_follow(tokens, self.state, where, accepted[live], F64))
-        self.outputs["torch"].append(_follow(tokens, self.rounded, where, accepted[live], F32))
-        self.work.commit(num_draft=num_draft, num_accepted=accepted)
+            work.inputs, work.cache_indices, work.force_fold = given, indices, forced.to(device)
+        live, present = self.work.live, self.work.present
+        for name, out in (("got", self.work.step()), ("twin", _reference_step(self.twin, None, F32))):
+            of_rows = torch.zeros((*present.shape, *out.shape[2:]), dtype=out.dtype, device=device)
+            of_rows[present] = self.work.of_tokens(out)[0]
+            self.outputs[name].append(of_rows)
+        where = order.to(device)[live]
+        dense = {name: t.to(device)[live] for name, t in tokens_of(inputs).items()}
+        tokens = self.work.inputs._replace(**dense, cu_seqlens=None)
+        for name, states, dtype in (("exact", self.state, F64), ("torch", self.rounded, F32)):
+            out = _follow(tokens, states, where, accepted[live], dtype)
+            self.outputs[name].append(out.where(present[:, :, None, None], 0))
+        self.work.commit(num_accepted=accepted)
         reference.commit(
             self.twin.cursors,
             cache_indices=indices,
             num_draft=num_draft,
+            cu_seqlens=given.cu_seqlens,
             num_accepted=accepted,
             force_fold=self.work.force_fold,
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -18,12 +19,15 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from cute_kernels import commit, step
+from cute_kernels import commit, empty, materialize, step
 from replayssm import launch as dispatch
+from replayssm import model_launch
+from tests.helpers.model import Model
 from tests.helpers.oracle import Scene, Work
 from tests.ptx.recorder import Launch, buffers_of, record
 
-WRITTEN = {step: (0, 5), commit: (0,)}  # which arguments a kernel may write: the pool and the output, the cursors
+# Which arguments a kernel may write: the pool and the output, or the cursors.
+WRITTEN: dict[ModuleType, tuple[int, ...]] = {step: (0, 5), commit: (0,), materialize: (), empty: (0,)}
 
 
 @dataclass
@@ -35,6 +39,7 @@ class Bench:
         mode: when asynchronous work completes, "early" or "late"; None records and runs nothing.
         seed: of the order in which warps run.
         change: what to make of the PTX before it runs; for teeth.
+        beyond: memory that kernels find by addresses in their arguments: what they may write, and what only read.
         launches: every launch so far.
     """
 
@@ -42,6 +47,7 @@ class Bench:
     mode: Literal["early", "late"] | None = None
     seed: int = 0
     change: Callable[[str], str] = str
+    beyond: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] = ((), ())
     launches: list[Launch] = field(default_factory=list)
 
     @contextlib.contextmanager
@@ -49,7 +55,7 @@ class Bench:
         """Let `replayssm.launch` launch here."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(mock.patch.object(dispatch, "arch_of", return_value=self.arch))
-            for module in (step, commit):
+            for module in WRITTEN:
                 stack.enter_context(mock.patch.object(module, "kernel", self._stand_in(module)))
             yield
 
@@ -69,10 +75,21 @@ class Bench:
         if self.mode is not None:
             from tests.ptx.machine import run_launch
 
-            written = [group for i, group in enumerate(groups) if i in WRITTEN[module]]
-            others = [group for i, group in enumerate(groups) if i not in WRITTEN[module]]
+            written = [group for i, group in enumerate(groups) if i in WRITTEN[module]] + [self.beyond[0]]
+            others = [group for i, group in enumerate(groups) if i not in WRITTEN[module]] + [self.beyond[1]]
             buffers = buffers_of(*written) + buffers_of(*others, writeable=False)
             run_launch(launch, buffers, mode=self.mode, seed=self.seed)
+
+
+def swap(pattern: str, by: str, which: int = 0) -> Callable[[str], str]:
+    """A fault: the match number `which` of a pattern becomes something else."""
+
+    def change(ptx: str) -> str:
+        found = list(re.finditer(pattern, ptx))
+        start, end = found[which].span()
+        return ptx[:start] + found[which].expand(by) + ptx[end:]
+
+    return change
 
 
 def as_torch(group: Any) -> Any:
@@ -100,7 +117,34 @@ class Interpreted(Work):
         with self.bench.installed():
             return dispatch.cuda_step(self.pool, self.cursors, self.inputs, *rows, (pdl, config))
 
-    def commit(self, *, num_draft: int = 1, num_accepted: Tensor | None = None, **_: Any) -> None:
-        how = (num_draft, num_accepted, self.force_fold, self.pad_slot_id)
+    def run_commit(self, **arguments: Any) -> None:
+        order = {"cache_indices": None, "num_draft": 1, "cu_seqlens": None, "num_accepted": None}
+        order |= {"force_fold": None, "pad_slot_id": -1}
         with self.bench.installed():
-            dispatch.cuda_commit(self.cursors, self.cache_indices, *how)
+            dispatch.cuda_commit(self.cursors, *(order | arguments).values())
+
+
+@dataclass
+class InterpretedModel(Model):
+    """A `Model` on the CPU whose `flush` and `materialize` take the way of CUDA tensors."""
+
+    bench: Bench = field(default_factory=Bench)
+
+    @classmethod
+    def of(cls, model: Model, bench: Bench) -> InterpretedModel:
+        return cls(**{**vars(model.clone()), "bench": bench})
+
+    def flush(self, slots: Tensor) -> None:
+        self._fold(slots, None, None)
+
+    def materialize(self, source: Tensor, destination: Tensor, num_records: Tensor | None) -> None:
+        self._fold(source, destination, num_records)
+
+    def _fold(self, *rows: Any) -> None:
+        rates = tuple(self.A or [None] * len(self.pools))
+        rings = tuple(ring for pool in self.pools for ring in pool.tensors[1:])
+        written = tuple(pool.checkpoint for pool in self.pools)
+        self.bench.beyond = written, (*rings, *(rate for rate in rates if rate is not None))
+        with self.bench.installed():
+            model_launch.cuda_materialize(self.cursors, *rows, tuple(self.pools), rates)
+        self.bench.beyond = ((), ())

@@ -4,8 +4,9 @@ Host code and PTX are those that a GPU would run. Numbers: one step against the 
 random acceptance against the recurrence over the accepted tokens, within the bounds of the tests of one token. Grid:
 `CASES`, in which 2 to 16 tokens, one and two blocks of them, every dtype, head_dim, d_state, window, split, layout and
 architecture occur for each recurrence; in each, rows that read, that fold, that are forced to, and
-padding, with NaN in all that no output may depend on. Each launch runs with asynchronous copies as early and as late as
-they may be, and with warps in another order, and must give the same bits. Teeth: faults put into the PTX are caught.
+padding, with NaN in all that no output may depend on. `RAGGED`: rows of 0 to T tokens, T of 1 among them, and calls
+that break the rules. Each launch runs with asynchronous copies as early and as late as they may be, and with warps
+in another order, and must give the same bits. Teeth: faults put into the PTX are caught.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from cute_kernels.configs import RingLayout, StepConfig
 from replayssm.spec import Recurrence
 from tests.helpers.cases import Case
 from tests.helpers.draw import KERNELS, AnyGiven, DeltaGiven, part
-from tests.helpers.oracle import BARE, F32, PAD, Given, Scene, Trace, busy_scene, mistakes
+from tests.helpers.oracle import BARE, F32, PAD, Given, Scene, Trace, busy_scene, mistakes, ragged
 from tests.helpers.tolerance import same_bytes
 from tests.ptx import recorder
-from tests.ptx.launches import Bench, Interpreted
+from tests.ptx.launches import Bench, Interpreted, swap
 from tests.ptx.machine import Mode, TroubleError
 
 pytestmark = pytest.mark.skipif(recorder.why_no_recorder() is not None, reason=str(recorder.why_no_recorder()))
@@ -44,14 +45,16 @@ class Run:
     pdl: bool = False
     layout: RingLayout = "record_major"
     index: torch.dtype = torch.int32
+    ragged: bool = False
 
     @property
     def id(self) -> str:
-        return f"{self.arch}-{self.case.id}-split{self.split}"
+        return f"{self.arch}-{self.case.id}-split{self.split}{'-ragged' * self.ragged}"
 
     @property
     def scene(self) -> Scene:
-        return busy_scene(self.case, given=self.given, ring_layout=self.layout, index_dtype=self.index)
+        scene = busy_scene(self.case, given=self.given, ring_layout=self.layout, index_dtype=self.index)
+        return ragged(scene) if self.ragged else scene
 
 
 def case(kind: Recurrence, sizes: tuple[int, int, int, int], window: int, T: int, *dtypes: torch.dtype) -> Case:
@@ -79,6 +82,12 @@ CASES = (
         split=2),
     Run("sm_90a", case("kda", (1, 1, 64, 256), 16, 9, BF16, F16), DeltaGiven(gate=F32), layout="strided"),
 )  # fmt: skip
+RAGGED = (
+    Run("sm_90a", case("mamba2", (1, 1, 64, 64), 5, 4, BF16, F32), split=2, pdl=True, ragged=True),
+    Run("sm_103a", case("gdn", (1, 1, 64, 64), 16, 9, F32, F32), index=torch.int64, ragged=True),
+    Run("sm_90a", case("kda", (1, 1, 64, 64), 5, 4, BF16, F32), ragged=True),
+    *(Run("sm_90a", case(kind, (1, 1, 64, 64), 5, 1, BF16, F32), ragged=True) for kind in KERNELS),
+)
 each_kernel = pytest.mark.parametrize("kind", KERNELS)
 
 
@@ -94,7 +103,7 @@ def after(run: Run, mode: Mode, seed: int) -> list[torch.Tensor]:
     return [*outputs, *work.written()]
 
 
-@pytest.mark.parametrize("run", CASES, ids=lambda run: run.id)
+@pytest.mark.parametrize("run", [*CASES, *RAGGED], ids=lambda run: run.id)
 def test_a_step_is_the_replay_form(run: Run) -> None:
     early, late = after(run, "early", 0), after(run, "late", 1)
     assert all(same_bytes(a, b) for a, b in zip(early, late, strict=True))
@@ -126,6 +135,53 @@ def test_drafts_and_commits_are_the_recurrence(kind: Recurrence) -> None:
         trace.step()
     assert trace.mistakes() == []
     assert len(bench.launches) == 16
+
+
+@each_kernel
+def test_drafts_of_any_lengths_and_commits_are_the_recurrence(kind: Recurrence) -> None:
+    """The same with 0 to T tokens a row; every step takes the launch that the first one prepared."""
+    trace = Trace(case(kind, (1, 1, 64, 64), 4, 3, F32, F32), torch.device("cpu"), slots=4, ragged=True)
+    trace.work = Interpreted.of(trace.work, Bench("sm_90a", "late"))
+    totals = set()
+    for _ in range(6):
+        trace.step()
+        totals.add(part(trace.work.inputs, "value").shape[1])
+    assert trace.mistakes() == []
+    assert len(totals) > 1
+    assert (len(trace.work.pool.launches), len(trace.work.cursors.launches)) == (1, 1)
+
+
+WRONG: dict[str, Callable[[Interpreted], object]] = {
+    "lengths descend": lambda work: work.inputs.cu_seqlens.copy_(work.inputs.cu_seqlens.flip(0)),
+    "lengths exceed the most": lambda work: work.inputs.cu_seqlens.mul_(3),
+    "lengths leave the inputs": lambda work: work.inputs.cu_seqlens.add_(5),
+    "lengths are negative": lambda work: work.inputs.cu_seqlens.sub_(7),
+    "lengths are enormous": lambda work: work.inputs.cu_seqlens.sub_(1).mul_(2**26),
+    "starts leave the ring": lambda work: work.cursors.ring_start.add_(1000),
+    "starts are negative": lambda work: work.cursors.ring_start.sub_(1000),
+    "more is committed than a window": lambda work: work.cursors.num_committed.add_(1000),
+    "less than nothing is committed": lambda work: work.cursors.num_committed.sub_(1000),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@each_kernel
+def test_mistakes_of_the_caller_stay_within_the_slots(kind: Recurrence, wrong: str) -> None:
+    """A row writes its own slot and its part of the output at most; a read elsewhere would be reported."""
+    run = Run("sm_90a", case(kind, (1, 1, 64, 64), 5, 3, F32, F32), ragged=True)
+    scene = replace(run.scene, counts=(5, 2, PAD, 3, 0), forced=(), lengths=(3, 2, 3, 0, 1))
+    work = Interpreted.of(scene, Bench(run.arch, "early"))
+    given = work.clone()
+    WRONG[wrong](work)
+    out = torch.full((1, 11, 1, 64), 7.0)  # two tokens that no row has
+    work.step(out=out)
+    mine = work.cache_indices[work.cache_indices >= 0].tolist()
+    others = [slot for slot in range(work.pool.num_slots) if slot not in mine]
+    for now, before in zip(work.pool.tensors, given.pool.tensors, strict=True):
+        assert same_bytes(now[others], before[others])
+    work.commit(num_accepted=torch.tensor([9, -9, 9, 9, 2**31 - 1], dtype=torch.int32))
+    committed = work.cursors.num_committed[given.slots]
+    assert bool(((committed >= 0) & (committed <= 5)).all()), committed
 
 
 @each_kernel
@@ -175,17 +231,6 @@ def test_a_precision_errs_as_it_says(kind: Recurrence, precision: str) -> None:
 
 
 # Teeth.
-
-
-def swap(pattern: str, by: str, which: int = 0) -> Callable[[str], str]:
-    """A fault: the match number `which` of a pattern becomes something else."""
-
-    def change(ptx: str) -> str:
-        found = list(re.finditer(pattern, ptx))
-        start, end = found[which].span()
-        return ptx[:start] + found[which].expand(by) + ptx[end:]
-
-    return change
 
 
 BARRIER, STORE = r"bar\.sync\s+0;", r"@p st\.global[^;]*;"

@@ -51,8 +51,8 @@ def key_of(work: Work, *, pdl: bool = False, split: int = 1) -> StepKey:
 
 def groups_of(work: Work, out: Tensor) -> list[Any]:
     """The arguments of a step as `ops` passes them."""
-    x, dt, B, C, A, D, z, dt_bias, _ = work.inputs
-    rows = (work.cache_indices, None if work.force_fold is None else work.force_fold.view(torch.uint8))
+    x, dt, B, C, A, D, z, dt_bias, *_ = work.inputs
+    rows = (work.cache_indices, None if work.force_fold is None else work.force_fold.view(torch.uint8), None)
     cursors = (work.cursors.ring_start, work.cursors.num_committed)
     return [work.pool.tensors, cursors, rows, (x, dt, B, C, z), (A, D, dt_bias), out, work.pad_slot_id]
 

@@ -4,10 +4,11 @@ The static verifier (`verifier`) decides it for the PTX of sm_103a as it is comp
 it. Grid: every dtype of checkpoint and activations, heads whole and split, a group of two heads and groups of one, all
 three ring layouts, both index dtypes, dependent launch; rows that read and rows that fold beside each other and, of
 head_dim 80, one that folds, around the end of the ring, and padding; of each delta rule a group of two heads, whole,
-and one head, split, whose records are stored in pieces. A CTA that appends beside one that reads its
-window is what no schedule of the interpreter shows. The verdicts stand in docs/records/static.json and must not get
-worse. Teeth: faults in the PTX, and two rows of one slot, each change the verdict; faults that the tool cannot see are
-named as such.
+and one head, split, whose records are stored in pieces. With several tokens, rows that read and fold, of Mamba-2 a
+group of two heads, of Gated DeltaNet a split head, of Kimi Delta Attention one row of a whole head: more of that takes
+the tool minutes. A CTA that appends beside one that reads its window is what no schedule of the interpreter shows. The
+verdicts stand in docs/records/static.json and must not get worse. Teeth: faults in the PTX, and two rows of one slot,
+each change the verdict; faults that the tool cannot see are named as such.
 """
 
 from __future__ import annotations
@@ -41,9 +42,11 @@ BF16, F16 = torch.bfloat16, torch.float16
 RANKS = {"failed": 0, "not_run": 1, "incomplete": 1, "passed": 2}
 
 
-def case(sizes: tuple[int, int, int, int], window: int, *dtypes: torch.dtype, kind: Recurrence = "mamba2") -> Case:
+def case(
+    sizes: tuple[int, int, int, int], window: int, *dtypes: torch.dtype, kind: Recurrence = "mamba2", T: int = 1
+) -> Case:
     """A case of (value heads, key heads, head_dim, d_state), dtypes of activation and checkpoint."""
-    return Case(kind, *sizes, window, 1, *dtypes)
+    return Case(kind, *sizes, window, T, *dtypes)
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,8 @@ class Run:
 
 
 PAIR, SINGLE = (case((heads, 1, 64, 64), 5, BF16, F32) for heads in (2, 1))
+DELTA = replace(SINGLE, recurrence="gdn")
+SEVERAL, DELTA_SEVERAL = replace(SINGLE, T=2), replace(DELTA, T=2)
 RUNS = {
     "step, all inputs, a group of two heads": Run(PAIR, (3, 4, PAD), forced=(1,)),
     "step, two CTAs a head, head-major, no mask": Run(
@@ -113,11 +118,14 @@ RUNS = {
     "kda step, two CTAs a head, bounded": Run(
         case((1, 1, 64, 64), 3, F16, F16, kind="kda"), (2, 3), given=DeltaGiven(lower_bound=-5.0), split=2
     ),
+    "verify 4 tokens, a group of two heads": Run(case((2, 1, 64, 64), 5, BF16, F32, T=4), (1, 3, PAD), forced=(0,)),
+    "gdn verify 2 tokens, two CTAs a head": Run(case((1, 1, 64, 64), 5, BF16, BF16, kind="gdn", T=2), (3, 4), split=2),
+    "kda verify 2 tokens, a row that reads": Run(replace(DELTA_SEVERAL, recurrence="kda"), (3,)),
+    "kda verify 2 tokens, a row that folds": Run(replace(DELTA_SEVERAL, recurrence="kda"), (5,)),
     "commit, two CTAs": Run(SINGLE, tuple(range(4)) * 40, forced=(0, 5, 130), commits=True),
     "commit, int64": Run(SINGLE, (2, PAD, 5), index=torch.int64, commits=True),
 }  # fmt: skip
 READS, FOLDS = Run(SINGLE, (3,)), Run(SINGLE, (5,))
-DELTA = case((1, 1, 64, 64), 5, BF16, F32, kind="gdn")
 
 
 def worse(before: dict[str, Any] | None, now: Verdict, *, same_tools: bool) -> list[str]:
@@ -192,6 +200,8 @@ FAULTS: dict[str, tuple[Run, Callable[[str], str], str, str]] = {
     "gdn: no wait in a row that reads": (Run(DELTA, (3,)), without(WAIT, 0), RACE, ORDER),
     "gdn: a key appended by every warp": (
         Run(DELTA, (3,)), without(r"@p (st\.global\.v2\.b32)", 0, r"\1"), RACE, ORDER),
+    "2 tokens: no barrier behind the products, before a fold": (Run(SEVERAL, (5,)), without(BARRIER, 4), RACE, ORDER),
+    "gdn, 2 tokens: no barrier behind the scores": (Run(DELTA_SEVERAL, (3,)), without(BARRIER, 2), RACE, ORDER),
 }  # fmt: skip
 
 

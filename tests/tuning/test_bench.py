@@ -35,7 +35,9 @@ TINY_DELTA = {
     "gdn": ModelShape("tiny-gdn", LayerSpec("gdn", 4, 2, 16, 32), 3, "made for this test"),
     "kda": ModelShape("tiny-kda", LayerSpec("kda", 4, 4, 16, 32), 3, "made for this test", lower_bound=-5.0),
 }
-OPTIONS = Options(shapes=(TINY,), batches=(2, 32), checkpoints=(torch.float32,), window=4, rounds=2, first_call=False)
+OPTIONS = Options(
+    shapes=(TINY,), batches=(2, 32), checkpoints=(torch.float32,), windows=(4,), rounds=2, first_call=False
+)
 
 
 class ConstantTimer:
@@ -54,6 +56,7 @@ def machine(read: list[int]) -> Machine:
     return Machine(
         device=torch.device("cpu"),
         device_name="a CPU",
+        arch=None,
         timer=ConstantTimer(),
         probe=lambda words, rounds: Probes(words.numel() * 4, *timings),
         reader=lambda words: lambda: read.append(words.numel() * 4),
@@ -88,6 +91,59 @@ def test_a_run_records_every_case_with_bytes_and_limits() -> None:
             assert entry["speedup"] == 1.0
     assert exit_code(entries) == 0
     assert results_table(entries).row_count == len(got)
+
+
+@pytest.mark.parametrize("shape", [TINY, *TINY_DELTA.values()], ids=lambda shape: shape.name)
+def test_a_run_of_several_tokens(shape: ModelShape) -> None:
+    options = replace(OPTIONS, shapes=(shape,), windows=(4, 6), tokens=(1, 4), accepted=None, batches=(2, 32))
+    entries = [entry for entry in run(options).entries if "layer" in entry]
+    assert {entry["status"] for entry in entries} == {"measured"}
+    groups = dict.fromkeys((e["num_tokens"], e["replay"]["window"]) for e in entries if e["what"] != "plain")
+    assert list(groups) == [(1, 4), (1, 6), (4, 4), (4, 6)]
+    assert [(e["num_tokens"], e["rows"]) for e in entries if e["what"] == "commit"] == [
+        (1, 2),
+        (1, 32),
+        (4, 2),
+        (4, 32),
+    ]
+    assert {e["what"] for e in entries if (e["num_tokens"], e["replay"]["window"]) == (4, 4)} == {"plain", "commit"}
+    several = {e["what"]: e for e in entries if (e["num_tokens"], e["replay"]["window"], e["rows"]) == (4, 6, 32)}
+    assert {"nonflush", "flush", "mixed", "average", "read"} <= several.keys()
+    assert {e["accepted"] for e in several.values()} == {2.0}
+    assert [several[what]["records"] for what in ("nonflush", "flush")] == [2, 6]
+    average, mixed = several["average"], several["mixed"]
+    assert average["us_per_token"] == average["median_us"] / 2
+    assert 0 < average["fold_share"] < 1
+    assert mixed["bytes"] == pytest.approx(average["bytes"], rel=0.05)  # as near as 32 rows come to the shares
+
+
+def test_a_verification_that_loses_a_token_is_recorded_without_a_time(monkeypatch) -> None:
+    def forgets_the_last(pool, cursors, inputs, *, cache_indices, out):
+        before = pool.value.clone()
+        reference.step(pool, cursors, inputs, cache_indices=cache_indices, out=out)
+        slots = cache_indices.long()
+        last = (cursors.ring_start + cursors.num_committed)[slots].long() + pool.replay.max_draft - 1
+        place = last % pool.replay.ring_capacity
+        pool.value[slots, :, place] = before[slots, :, place]
+
+    monkeypatch.setattr(replayssm, "step", forgets_the_last)
+    entries = run(replace(OPTIONS, windows=(6,), tokens=(4,), batches=(2,))).entries
+    failed = {entry["what"]: entry["reason"] for entry in entries if entry["status"] == "gate failed"}
+    assert failed.keys() == {"nonflush", "flush", "plain", "nonflush_z"}
+    assert all("value ring" in reason for reason in failed.values())
+    assert exit_code(entries) == 1
+
+
+def test_the_record_says_how_the_kernel_is_launched() -> None:
+    """A machine that kernels are planned for: shapes that a kernel covers, with the twin in its place."""
+    shape = ModelShape("small", LayerSpec("gdn", 2, 1, 64, 64), None, "made for this test")
+    record = Record(None, {})
+    options = replace(OPTIONS, shapes=(shape,), windows=(6,), tokens=(1, 4), batches=(2,))
+    Bench(options, replace(machine([]), arch="sm_90a"), record, Console(quiet=True)).run()
+    configs = {e["num_tokens"]: e["config"] for e in record.entries if e["what"] == "nonflush"}
+    assert configs[4] == {"split": 1, "fold_values": 32, "precision": "tf32", "source": "heuristic"}
+    assert configs[1]["source"] == "heuristic"
+    assert all("config" not in e for e in record.entries if e["what"] in ("commit", "average", "read"))
 
 
 @pytest.mark.parametrize("recurrence", TINY_DELTA)
@@ -167,9 +223,17 @@ def test_a_wrong_commit_is_recorded_without_a_time(monkeypatch) -> None:
 
 
 @pytest.mark.gpu
-def test_a_short_run_on_this_gpu() -> None:
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_a_short_run_on_this_gpu(tokens: int) -> None:
     shape = lookup("nemotron-3-super", tp=8)
-    options = Options(shapes=(shape,), batches=(1, 32), checkpoints=(torch.float32,), rounds=3, first_call=False)
+    options = Options(
+        shapes=(shape,),
+        batches=(1, 32),
+        checkpoints=(torch.float32,),
+        tokens=(tokens,),
+        rounds=3,
+        first_call=False,
+    )
     record = Record(None, {})
     Bench(options, Machine.current_cuda(), record, Console()).run()
     rates = record.entries[0]["bytes_per_us"]
@@ -239,10 +303,10 @@ def test_first_call_hands_its_facts_to_the_new_process(monkeypatch) -> None:
         )
 
     monkeypatch.setattr(first_call.subprocess, "run", run_process)
-    replay = ReplaySpec(window=5, checkpoint_dtype=torch.float16)
+    replay = ReplaySpec(window=5, max_draft=3, checkpoint_dtype=torch.float16)
     measured = first_call.first_call_in_new_process(TINY, replay, 8, "a folder")
     assert measured == {"median_us": 5.0, "import_us": 1.0}
-    assert seen["command"][1:] == ["-m", "tuning.first_call", "tiny", "5", "float16", "bfloat16", "8"]
+    assert seen["command"][1:] == ["-m", "tuning.first_call", "tiny", "5", "3", "float16", "bfloat16", "8"]
     assert seen["cache"] == "a folder"
 
 
@@ -268,9 +332,35 @@ def test_dry_run_of_all_layers_of_a_recurrence(recurrence: Recurrence) -> None:
     assert "nonflush_z" not in result.output
 
 
+def test_dry_run_of_several_tokens() -> None:
+    words = ["bench", "--dry-run", "--batch", "256", "--checkpoint", "fp32", "--tokens", "4", "--tokens", "8"]
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == 0, result.output
+    rows = [line.split("│") for line in result.output.splitlines() if " nonflush " in line]
+    assert [(row[4].strip(), row[5].strip(), row[9].strip()) for row in rows] == [
+        ("4", "16", "257.0"),
+        ("8", "16", "269.6"),
+    ]
+
+
+def test_memory_by_tokens() -> None:
+    result = CliRunner().invoke(main, ["memory", "--model", "nemotron-3-super"])
+    assert result.exit_code == 0, result.output
+    head, _, *rows = result.output.strip().splitlines()
+    assert head == "| T | nemotron-3-super: ReplaySSM | nemotron-3-super: T states | nemotron-3-super: T + 1 states |"
+    # 40 layers of a state of 4 MiB and 20 or 32 records of 16 KiB x, 2 KiB B and 512 bytes of dt.
+    assert len(rows) == 16
+    assert rows[3] == f"| 4 | {40 * (4 + 20 * 18.5 / 1024):.1f} | 640.0 | 800.0 |"
+    assert rows[15] == f"| 16 | {40 * (4 + 32 * 18.5 / 1024):.1f} | 2560.0 | 2720.0 |"
+    assert len(CliRunner().invoke(main, ["memory", "--window", "5"]).output.strip().splitlines()) == 2 + 5
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["bench", "--tokens", "17"], "17 is not in the range"),
+        (["bench", "--tokens", "8", "--window", "4"], "fit into a window"),
+        (["bench", "--tokens", "4", "--accepted", "5"], "a mean of 1 to 4 tokens"),
         (["bench", "--model", "nemotron-3-supper"], "did you mean 'nemotron-3-super'"),
         (["bench", "--window", "65"], "65 is not in the range"),
         (["bench", "--recurrence", "gdn"], "add --all"),

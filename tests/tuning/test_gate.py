@@ -34,10 +34,12 @@ each_layer = pytest.mark.parametrize("kind", SHAPES)
 def work(
     live_records: int, kind: str = "mamba2", *, replay: ReplaySpec | None = None, has_z: bool = False, rows: int = 5
 ) -> StepWork:
+    """Of as many tokens a row as `replay` has at most."""
     replay, shape = replay or ReplaySpec(), SHAPES[kind]
     arena = Arena(arena_bytes(shape.layer, [replay], SLOTS), "cpu")
     (pool,) = make_pools(arena, shape.layer, [replay], SLOTS, ring_layout="record_major")
-    inputs = make_inputs(shape, rows, dtype=replay.activation_dtype, device="cpu", has_z=has_z)
+    tokens = replay.max_draft
+    inputs = make_inputs(shape, rows, dtype=replay.activation_dtype, device="cpu", num_tokens=tokens, has_z=has_z)
     return make_work(pool, [live_records] * rows, inputs)
 
 
@@ -185,6 +187,82 @@ def test_stored_inputs_of_mamba2_arrive_bit_for_bit(name: str) -> None:
 
 
 @each_layer
+@pytest.mark.parametrize("activation", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("num_tokens", "live_records"), [(2, 0), (4, 8), (8, 9), (8, 16), (16, 0), (16, 16)])
+def test_the_twin_passes_with_several_tokens(
+    num_tokens: int, live_records: int, activation: torch.dtype, kind: str
+) -> None:
+    replay = ReplaySpec(max_draft=num_tokens, activation_dtype=activation)
+    check_step(work(live_records, kind, replay=replay, has_z=True), reference.step)
+
+
+def token_wrong(token: int, by: float):
+    """A wrong output of one head of one token of the first row."""
+
+    def step(pool, cursors, inputs, *, cache_indices, out):
+        reference.step(pool, cursors, inputs, cache_indices=cache_indices, out=out)
+        out[0, token, 3] *= by
+
+    return step
+
+
+def record_wrong(name: str, token: int, record):
+    """The twin's step, then another record of one token."""
+
+    def step(pool, cursors, inputs, *, cache_indices, out):
+        reference.step(pool, cursors, inputs, cache_indices=cache_indices, out=out)
+        slots, ring = cache_indices.long(), getattr(pool, name)
+        first = (cursors.ring_start[slots] + cursors.num_committed[slots]).long()
+        place = (first + token) % pool.replay.ring_capacity
+        ring[slots, :, place] = record(ring[slots, :, place].float()).to(ring.dtype)
+
+    return step
+
+
+def tokens_in_another_order(pool, cursors, inputs, *, cache_indices, out):
+    turned = {name: t.flip(1) for name, t in inputs._asdict().items() if isinstance(t, torch.Tensor) and t.dim() > 2}
+    reference.step(pool, cursors, inputs._replace(**turned), cache_indices=cache_indices, out=out)
+
+
+@each_layer
+@pytest.mark.parametrize("live_records", [8, 16])
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (token_wrong(0, 1.03), "output"),
+        (token_wrong(3, 1.03), "output"),
+        (tokens_in_another_order, "output"),
+        (record_wrong("value", 3, lambda u: u * 1.03), "value ring: expected a relative error"),
+        (record_wrong("key", 1, lambda k: k * 1.03), "key ring: expected a relative error"),
+        (record_wrong("decay", 3, lambda g: g * 1.0001), "decay ring: expected a relative error"),
+        (record_wrong("decay", 4, lambda g: g * 0), "decay ring: expected rows other"),
+        (record_wrong("value", -1, lambda u: u * 1.01), "value ring: expected rows other"),
+    ],
+)
+def test_a_wrong_token_is_stopped(step, message: str, live_records: int, kind: str) -> None:
+    with pytest.raises(GateFailedError, match=message):
+        check_step(work(live_records, kind, replay=ReplaySpec(max_draft=4)), step)
+
+
+@pytest.mark.parametrize("live_records", [8, 16])
+@pytest.mark.parametrize("kind", ["gdn", "kda"])
+def test_a_token_that_does_not_see_those_before_it_is_stopped(kind: str, live_records: int) -> None:
+    """Every token as if it were the first: its output and record lack what the tokens before it added."""
+
+    def alone(pool, cursors, inputs, *, cache_indices, out):
+        for t in reversed(range(out.shape[1])):
+            one = {
+                n: x[:, t : t + 1] for n, x in inputs._asdict().items() if isinstance(x, torch.Tensor) and x.dim() > 2
+            }
+            part = out[:, t : t + 1].clone()
+            reference.step(pool, cursors, inputs._replace(**one), cache_indices=cache_indices, out=part)
+            out[:, t : t + 1] = part
+
+    with pytest.raises(GateFailedError, match="output: expected a relative error"):
+        check_step(work(live_records, kind, replay=ReplaySpec(max_draft=4)), alone)
+
+
+@each_layer
 def test_a_forgotten_fold_is_stopped(kind: str) -> None:
     def forgets(pool, cursors, inputs, *, cache_indices, out):
         before = pool.checkpoint.clone()
@@ -195,13 +273,26 @@ def test_a_forgotten_fold_is_stopped(kind: str) -> None:
         check_step(work(16, kind), forgets)
 
 
-def test_commits_are_compared_exactly() -> None:
-    indices = torch.tensor([3, 0, 7], dtype=torch.int32)
-    cursors = make_walking_cursors(ReplaySpec(), SLOTS, "cpu")
-    check_commit(cursors, indices, reference.commit)
+@pytest.mark.parametrize("num_tokens", [1, 4])
+def test_commits_are_compared_exactly(num_tokens: int) -> None:
+    rows = {"cache_indices": torch.tensor([3, 0, 7], dtype=torch.int32)}
+    if num_tokens > 1:
+        rows |= {"num_draft": num_tokens, "num_accepted": torch.tensor([2, 0, 4], dtype=torch.int32)}
+    cursors = make_walking_cursors(ReplaySpec(max_draft=num_tokens), SLOTS, "cpu")
+    check_commit(cursors, reference.commit, **rows)
 
-    def stays(cursors, *, cache_indices):
-        reference.commit(cursors, cache_indices=cache_indices[:-1])
+    def stays(cursors, **rows):
+        reference.commit(cursors, **{name: t[:-1] if isinstance(t, torch.Tensor) else t for name, t in rows.items()})
 
     with pytest.raises(GateFailedError, match="1 slots that differ"):
-        check_commit(cursors, indices, stays)
+        check_commit(cursors, stays, **rows)
+
+
+def test_a_commit_that_keeps_every_draft_is_stopped() -> None:
+    def keeps_all(cursors, *, num_accepted, **rows):
+        reference.commit(cursors, **rows)
+
+    cursors = make_walking_cursors(ReplaySpec(max_draft=4), SLOTS, "cpu")
+    accepted = torch.tensor([2, 4], dtype=torch.int32)
+    with pytest.raises(GateFailedError, match="1 slots that differ"):
+        check_commit(cursors, keeps_all, cache_indices=torch.tensor([3, 5]), num_draft=4, num_accepted=accepted)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
@@ -28,8 +31,8 @@ SUPER = lookup("nemotron-3-super")
 H200 = "NVIDIA H200"
 
 
-def case(what: str, rows: int = 256, window: int = 16) -> StepCase:
-    return StepCase(SUPER, ReplaySpec(window=window), rows, what)
+def case(what: str, rows: int = 256, window: int = 16, tokens: int = 1, accepted: float = 1.0) -> StepCase:
+    return StepCase(SUPER, ReplaySpec(window, tokens), rows, what, accepted)
 
 
 def test_matrix_of_super() -> None:
@@ -68,8 +71,48 @@ def test_every_goal_is_of_a_case_that_a_full_run_times() -> None:
 
 
 def test_window_of_one_has_only_the_plain_step() -> None:
-    (group,) = plan(Options(shapes=(SUPER,), window=1, checkpoints=(torch.float32,), batches=(64,)))
+    (group,) = plan(Options(shapes=(SUPER,), windows=(1,), checkpoints=(torch.float32,), batches=(64,)))
     assert [c.what for c in group.batches[0]] == ["plain"]
+
+
+def test_every_window_with_every_number_of_tokens_that_fits() -> None:
+    options = Options(shapes=(SUPER,), windows=(8, 16), tokens=(1, 8, 16), checkpoints=(torch.float32,), batches=(8,))
+    groups = plan(options)
+    assert [(g.replay.window, g.replay.max_draft, g.replay.ring_capacity) for g in groups] == [
+        (8, 1, 9),
+        (16, 1, 17),
+        (8, 8, 16),
+        (16, 8, 24),
+        (16, 16, 32),
+    ]
+    assert [(g.plain.window, g.plain.max_draft) for g in groups] == [(1, 1), (1, 1), (8, 8), (8, 8), (16, 16)]
+    assert [len(g.batches[0]) for g in groups] == [4, 4, 1, 4, 1]  # a window of T has only plain
+    assert [g.batches[0][0].accepted for g in groups] == [1, 1, 4, 4, 8]
+    with pytest.raises(ValueError, match="fit into a window"):
+        plan(replace(options, tokens=(16,), windows=(8,)))
+    with pytest.raises(ValueError, match="a mean of 1 to 1 tokens"):
+        plan(replace(options, accepted=4.0))
+
+
+@pytest.mark.parametrize(
+    ("what", "window", "tokens", "records"),
+    [
+        ("nonflush", 16, 4, 8),
+        ("nonflush", 16, 8, 8),
+        ("nonflush", 32, 8, 8),
+        ("nonflush", 16, 12, 4),
+        ("flush", 32, 8, 32),
+    ],
+)
+def test_records_that_rows_of_several_tokens_hold(what: str, window: int, tokens: int, records: int) -> None:
+    assert set(case(what, window=window, tokens=tokens).live_records) == {records}
+
+
+def test_plain_rows_of_several_tokens_fold_what_the_last_step_kept() -> None:
+    held = case("plain", window=4, tokens=4, accepted=2.0).live_records
+    assert set(held) == {1, 2, 3, 4}
+    assert sum(held) / len(held) == pytest.approx(2, abs=0.05)
+    assert set(case("plain", window=4, tokens=4, accepted=4.0).live_records) == {4}
 
 
 @pytest.mark.parametrize(
@@ -104,10 +147,12 @@ def test_average_is_derived_from_nonflush_and_flush() -> None:
     cases = {what: case(what) for what in entries}
     average = average_entry(entries, cases, NOMINAL_H200, device=H200)
     assert average is not None
-    assert average["median_us"] == (15 * 250 + 557) / 16
+    assert average["median_us"] == pytest.approx((15 * 250 + 557) / 16)
     assert average["speedup"] == pytest.approx(561 / 269.1875)
     assert average["goal_met"] is True
     assert average["bytes"] == case("mixed").num_bytes
+    assert average["fold_share"] == 1 / 16
+    assert average["us_per_token"] == average["median_us"]
     del entries["plain"]
     without = average_entry(entries, cases, NOMINAL_H200, device=H200)
     assert without is not None
@@ -115,6 +160,41 @@ def test_average_is_derived_from_nonflush_and_flush() -> None:
     assert without["goal_met"] is False
     del entries["flush"]
     assert average_entry(entries, cases, NOMINAL_H200, device=H200) is None
+
+
+def average_of(nonflush: float, flush: float, **sizes: Any) -> dict[str, Any]:
+    cases = {what: case(what, **sizes) for what in ("nonflush", "flush")}
+    times = {"nonflush": nonflush, "flush": flush}
+    entries = {what: {"median_us": us} for what, us in times.items()}
+    average = average_entry(entries, cases, NOMINAL_H200, device=None)
+    assert average is not None
+    return average
+
+
+@pytest.mark.parametrize(("tokens", "share"), [(4, 1 / 4), (8, 1 / 2)])
+def test_average_of_several_tokens_that_all_stay(tokens: int, share: float) -> None:
+    """4, 8, 12 and then 16 records, or 8 and then 16: as many on average as nonflush and flush hold."""
+    average = average_of(260.0, 570.0, tokens=tokens, accepted=float(tokens))
+    assert average["fold_share"] == pytest.approx(share)
+    assert average["median_us"] == pytest.approx((1 - share) * 260 + share * 570)
+    assert average["us_per_token"] == average["median_us"] / tokens
+    assert average["accepted"] == tokens
+
+
+def test_average_brings_each_time_to_the_records_that_rows_hold() -> None:
+    """Steps that take 10 and 20 us beyond their limits do so whatever rows hold: all of their bytes are averaged."""
+    sizes = {"tokens": 8, "accepted": 4.0, "window": 32}
+    cases = {what: case(what, **sizes) for what in ("nonflush", "flush")}
+    limits = {what: one.limit_us(NOMINAL_H200) for what, one in cases.items()}
+    average = average_of(limits["nonflush"] + 10, limits["flush"] + 20, **sizes)
+    expected = 0.0
+    for place in cases["nonflush"].positions:
+        us = NOMINAL_H200.limit_us(cases["nonflush"].traffic(place.records, 256))
+        expected += place.share * (us + (20 if place.folds else 10))
+    assert average["median_us"] == pytest.approx(expected)
+    assert average["median_us"] - average["limit_us"] == pytest.approx(10 * (1 + average["fold_share"]))
+    mean = sum(place.share * place.records for place in cases["nonflush"].positions if not place.folds)
+    assert mean / (1 - average["fold_share"]) > 10  # teeth: rows hold more than the 8 records of nonflush
 
 
 @pytest.mark.parametrize(
@@ -138,6 +218,7 @@ def test_goals_hold_for_one_layer_on_one_device() -> None:
     assert goal_of(subject, None) is None
     assert goal_of(Subject(lookup("nemotron-3-super", tp=2), subject.replay, 256, "nonflush"), H200) is None
     assert goal_of(case("nonflush", window=32), H200) is None
+    assert goal_of(case("nonflush", tokens=4, accepted=2.0), H200) is None
     assert "goal" not in entry_of(subject, {"median_us": 1.0}, device=None)
 
 

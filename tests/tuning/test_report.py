@@ -1,19 +1,23 @@
 """The documents quote the records: each table in them is what the record beside them prints today.
 
 Grid: every record of a benchmark or a study in the repository (other kinds of record have no entries); a table whose
-figures were typed by hand, or whose record was replaced, differs.
+figures were typed by hand, or whose record was replaced, differs. The table of several tokens and windows is pinned on
+entries made here, that of memory, which is computed, as the documents quote it.
 """
 
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
 from tuning.__main__ import main
 from tuning.report import markdown_table
+from tuning.shapes import lookup
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDS = [
@@ -46,3 +50,39 @@ def test_what_was_not_measured_has_no_row() -> None:
     failed = next(e for e in entries if e["what"] == "flush")
     failed["status"] = "gate failed"
     assert markdown_table(entries).count("\n") == rows - 1
+
+
+def entry(what: str, tokens: int, window: int, us: float, **more: float) -> dict[str, Any]:
+    layer = {"name": "qwen3.5-4b", **asdict(lookup("qwen3.5-4b").layer)}
+    replay = {"window": window, "checkpoint": "float32", "activation": "bfloat16"}
+    head = {"layer": layer, "replay": replay, "rows": 256, "num_tokens": tokens, "what": what, "status": "measured"}
+    return {**head, "median_us": us, "ratio": us / 100, **more}
+
+
+def batch(tokens: int, window: int, us: float, *, mixed: bool = True) -> list[dict[str, Any]]:
+    average = {"accepted": tokens / 2, "fold_share": 0.25, "us_per_token": 2 * us / tokens, "speedup": 400 / us}
+    entries = [entry("nonflush", tokens, window, us - 10), entry("flush", tokens, window, us + 200)]
+    entries += [entry("plain", tokens, tokens, 400.0)] + [entry("mixed", tokens, window, us + 5)] * mixed
+    return [*entries, entry("average", tokens, window, us, **average)]
+
+
+def test_several_tokens_have_a_row_each() -> None:
+    head, _, first, second = markdown_table(batch(4, 16, 140.0) + batch(8, 16, 160.0, mixed=False)).splitlines()
+    layer = "| qwen3.5-4b, 32/16 x 128 x 128 | fp32 | 256 "
+    assert head.count("|") == first.count("|") == 17
+    assert first == layer + "| 4 | 16 | 130.0 | 1.30 | 340.0 | 3.40 | 140.0 | 400.0 | 2.86 | 2 | 0.250 | 70.0 | 145.0 |"
+    assert second == layer + "| 8 | 16 | 150.0 | 1.50 | 360.0 | 3.60 | 160.0 | 400.0 | 2.50 | 4 | 0.250 | 40.0 |  |"
+
+
+def test_the_best_window_is_named() -> None:
+    *_, blank, head, _, choice = markdown_table(
+        batch(4, 16, 140.0) + batch(4, 24, 135.5) + batch(4, 32, 150.0) + batch(8, 16, 160.0)
+    ).splitlines()
+    assert blank == ""
+    assert head.endswith("| T | windows | best | average |")
+    assert choice.endswith("| 4 | 16, 24, 32 | 24 | 135.5 |")
+
+
+def test_documents_quote_the_memory() -> None:
+    printed = CliRunner().invoke(main, ["memory"]).output.strip()
+    assert printed in (ROOT / "docs" / "performance.md").read_text()

@@ -92,3 +92,14 @@ def test_inputs_are_those_of_the_model(name: str, kind: type, lower_bound: float
     decays = tokens(inputs, torch.float64).log_decay
     assert -50 < float(decays.min()) < -0.1  # neither all forgotten nor
     assert float(decays.max()) < -1e-5  # anything kept for ever
+
+
+@pytest.mark.parametrize("name", ["nemotron-3-super@tp8", "qwen3.5-122b-a10b@tp8", "kimi-k3@tp8"])
+def test_inputs_of_several_tokens(name: str) -> None:
+    shape, replay = lookup(name), ReplaySpec(window=8, max_draft=3)
+    arena = Arena(arena_bytes(shape.layer, [replay], 3), "cpu")
+    (pool,) = make_pools(arena, shape.layer, [replay], 3, ring_layout="record_major")
+    inputs = make_inputs(shape, 2, dtype=torch.bfloat16, device="cpu", num_tokens=3)
+    work = make_work(pool, [1, 8], inputs)
+    check_step(pool, work.cursors, inputs, work.cache_indices, work.out, None)
+    assert work.out.shape == (2, 3, shape.layer.num_v_heads, shape.layer.head_dim)

@@ -1,0 +1,179 @@
+"""Fold records outside of a step, one launch for the layers of a geometry: in place, or into other slots.
+
+A CTA works on `Tile.rows` rows of one head, for one row of the call, in one layer:
+
+1. load source and destination slot, the layer's row of the table, and the cursor of the source;
+2. start the bulk copy of its tile of the source's checkpoint, then the loads of the records that are asked for;
+3. fold them into the tile, as a step that folds does, and write it to the destination's checkpoint; without records,
+   write the tile as it came.
+
+Layers differ in their addresses and strides alone. Both stand in a table in device memory, so that one launch takes all
+of them, with rings of any layout. Cursors are only read: `empty` moves them once every layer is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64, Uint32
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+from cute_kernels.args import CursorTensors, MoveTensors, PoolTensors, fake_vector
+from cute_kernels.compile import compiled
+from cute_kernels.configs import SIZE_BYTES, THREADS, WARP, StepKey, Tile
+from cute_kernels.dtypes import CUTLASS_DTYPE
+from cute_kernels.primitives.bulk import bulk_init, bulk_load, bulk_wait
+from cute_kernels.primitives.memory import EVICT_NORMAL, load_pair, load_shared, load_words, store_words
+from cute_kernels.records import LaneDecays, LaneRecords, TileMemory, fold_records, policy_of
+from cute_kernels.replay.channels import ChannelRecords, own_channels
+from cute_kernels.replay.cursor import RowCursor, load_slot
+from cute_kernels.replay.window import Place, address
+
+# int64 words of a layer in the table. Each tensor has its byte address and strides in elements: checkpoint and its
+# stride by slot, A and a 0; then of value, key and decay the ring, and its strides by slot, head and record.
+TABLE_COLUMNS = 16
+
+
+@dataclass(frozen=True)
+class MaterializeKey:
+    """Everything that one compiled kernel depends on, beside the architecture.
+
+    Args:
+        layer: geometry, dtypes, configuration and `rows.index_dtype`, as of a step of no tokens; its `ring_layout` and
+            what its options say of inputs mean nothing.
+        has_destination: slots go into other slots; else records are folded in place.
+        has_num_records: rows say how many records they fold; else all that are committed.
+    """
+
+    layer: StepKey
+    has_destination: bool = False
+    has_num_records: bool = False
+
+
+def layer_tensors(table: cute.Tensor, layer: Any, key: StepKey) -> tuple[PoolTensors, cute.Tensor]:
+    """The pool of a layer, and its A, as its row of the table describes them."""
+    row = table.iterator.toint() + Int64(layer) * (TABLE_COLUMNS * 8)
+    words = [word for c in range(0, TABLE_COLUMNS, 2) for word in load_pair(row, offset=c * 8)]
+
+    def tensor(dtype: str, where: Any, *strides: Any) -> cute.Tensor:
+        pointer = cute.make_ptr(CUTLASS_DTYPE[dtype], where, cute.AddressSpace.gmem)
+        return cute.make_tensor(pointer, cute.make_layout((1,) * len(strides), stride=strides))
+
+    channel = (1,) if Tile.of(key).channels else ()
+    pool = PoolTensors(
+        checkpoint=tensor(key.checkpoint_dtype, *words[:2], key.head_dim * key.d_state, key.d_state),
+        value=tensor(key.record_dtype, *words[4:8], 1),
+        key=tensor(key.activation_dtype, *words[8:12], 1),
+        decay=tensor(key.decay_dtype, *words[12:16], *channel),
+    )
+    return pool, tensor("float32", words[2], 1)
+
+
+def load_decays(
+    pool: PoolTensors, rate: cute.Tensor, key: StepKey, place: Place, cursor: RowCursor, shared: TileMemory
+) -> LaneDecays:
+    """Decays of the cursor's records; those by channel are staged, and the caller must put a barrier behind that."""
+    policy, tile = policy_of(key), Tile.of(key)
+    records: LaneRecords | ChannelRecords
+    if policy.decays_per_channel:
+        records = ChannelRecords.load(pool.decay, key.decay_dtype, tile, place, cursor)
+        records.stage_draft(tile, place, [[] for _ in own_channels(tile, place.thread)], shared.staging)
+    else:
+        records = LaneRecords.load(pool, key, place, cursor)
+    return LaneDecays.of(policy, policy.load_rate(rate, place.head), records, place.lane, key.window)
+
+
+@cute.jit
+def store_tile(thread: Int32, state: Int32, to: Int64, num_bytes: cutlass.Constexpr[int]):
+    """Write the tile in shared memory to global memory, bit for bit."""
+    for i in cutlass.range(num_bytes // (THREADS * 16), unroll=4):
+        offset = (i * THREADS + thread) * 16
+        store_words(to + Int64(offset), load_shared(state + offset, 4))
+
+
+@cute.kernel
+def materialize_kernel(table: cute.Tensor, cursors: CursorTensors, rows: MoveTensors, key: cutlass.Constexpr):
+    """One CTA: see this module's docstring."""
+    layer, tile = key.layer, Tile.of(key.layer)
+    thread, _, _ = cute.arch.thread_idx()
+    block, row, number = cute.arch.block_idx()
+    head = block // layer.config.split
+    place = Place(
+        row=row,
+        head=head,
+        group=head // (layer.num_v_heads // layer.num_k_heads),
+        first_row=(block % layer.config.split) * tile.rows,
+        thread=thread,
+        lane=thread % WARP,
+        warp=thread // WARP,
+    )
+    smem = cutlass.AddressSpace.smem
+    state = cutlass.Array(Uint32, (tile.bytes // 4,), space=smem, alignment=128)
+    staging = cutlass.Array(Uint32, (tile.staging_bytes // 4,), space=smem, alignment=16)
+    barrier = cutlass.Array(Int64, (1,), space=smem, alignment=8).data_ptr()
+    shared = TileMemory(Int32(state.data_ptr().toint()), Int32(staging.data_ptr().toint()), barrier)
+    source = load_slot(rows.source, row, layer.rows.index_dtype)
+    destination = source
+    if cutlass.const_expr(key.has_destination):
+        destination = load_slot(rows.destination, row, layer.rows.index_dtype)
+    pool, rate = layer_tensors(table, number, layer)
+    bulk_init(thread, barrier)
+    cute.arch.barrier()
+    if (source >= 0) & (destination >= 0):
+        most = None
+        if cutlass.const_expr(key.has_num_records):
+            most = Int32(load_words(rows.num_records.iterator.toint() + Int64(row) * 4, 1)[0])
+        cursor = RowCursor.load_prefix(cursors, source, most, capacity=layer.ring_capacity, window=layer.window)
+        writes = cursor.folds
+        if cutlass.const_expr(key.has_destination):
+            writes = Boolean(True)
+        if writes:
+            size = SIZE_BYTES[layer.checkpoint_dtype]
+            tile_at, to = (
+                address(pool.checkpoint, size, Int64(slot), head, place.first_row) for slot in (source, destination)
+            )
+            bulk_load(thread, shared.state, tile_at, barrier, Int64(EVICT_NORMAL), tile.bytes)
+            cute.arch.barrier()  # the loads of the records stay behind the copy, as in a step
+            decays = load_decays(pool, rate, layer, place, cursor, shared)
+            if cutlass.const_expr(tile.channels):
+                cute.arch.barrier()
+            if cursor.folds:
+                fold_records(pool, layer, place, cursor, decays, shared, to)
+            else:
+                bulk_wait(barrier)
+                store_tile(thread, shared.state, to, tile.bytes)
+
+
+@cute.jit
+def materialize_launch(
+    table: cute.Tensor, cursors: CursorTensors, rows: MoveTensors, key: cutlass.Constexpr, stream: Any
+):
+    """Host side of the launch: one CTA for each part of each head, of each row, in each layer."""
+    materialize_kernel(table, cursors, rows, key).launch(
+        grid=[key.layer.num_v_heads * key.layer.config.split, rows.source.shape[0], table.shape[0]],
+        block=[THREADS, 1, 1],
+        stream=stream,
+    )
+
+
+def fake_arguments(key: MaterializeKey) -> tuple[Any, ...]:
+    """Fake tensors of the shapes and dtypes that a kernel admits."""
+    batch, slots, index = cute.sym_int64(), cute.sym_int64(), key.layer.rows.index_dtype
+    shape = (cute.sym_int64(), TABLE_COLUMNS)
+    table = make_fake_tensor(CUTLASS_DTYPE["int64"], shape, (TABLE_COLUMNS, 1), assumed_align=16)
+    rows = MoveTensors(
+        source=fake_vector(index, batch),
+        destination=fake_vector(index, batch) if key.has_destination else None,
+        num_records=fake_vector("int32", batch) if key.has_num_records else None,
+    )
+    cursors = CursorTensors(fake_vector("int32", slots), fake_vector("int32", slots))
+    return table, cursors, rows, key, make_fake_stream(use_tvm_ffi_env_stream=True)
+
+
+def kernel(key: MaterializeKey, arch: str) -> Callable[..., None]:
+    """The compiled kernel: call it with (table, cursor tensors, row tensors)."""
+    return compiled(materialize_launch, lambda: fake_arguments(key), key, arch)

@@ -1,0 +1,119 @@
+"""How `flush` and `materialize` reach their kernels: one launch for all layers of a geometry, then one for the cursors.
+
+Tables on the device say where the layers' memory lies. The first call makes them, later ones find them by their
+contents: memory that moved, or a pool that was built anew, has another table, and one that a captured graph reads stays
+as long as the cursors do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cute_kernels.configs import GdnOptions, KdaOptions, Mamba2Options, Options, RowOptions, StepKey
+from replayssm import launch
+from replayssm.cursors import Cursors
+from replayssm.plan import dtype_name, plan_step
+from replayssm.pool import Pool
+from replayssm.spec import LayerSpec, Recurrence, ReplaySpec
+
+# A fold depends on the recurrence; what these say of a step's inputs reaches no record.
+OPTIONS: dict[Recurrence, Options] = {"mamba2": Mamba2Options(), "gdn": GdnOptions(1.0), "kda": KdaOptions(1.0)}
+Row = tuple[int, ...]
+Geometry = tuple[LayerSpec, ReplaySpec]
+Rows = tuple[Tensor, Tensor | None, Tensor | None]  # source, destination, num_records
+
+
+@dataclass(frozen=True, eq=False)
+class ModelLaunch:
+    """The kernels of a call, in their order: of each geometry with its table of layers, and of the cursors."""
+
+    layers: list[tuple[Callable[..., None], Tensor]]
+    empty: Callable[..., None]
+
+    def __call__(self, cursors: Cursors, rows: Rows) -> None:
+        tensors = (cursors.ring_start, cursors.num_committed)
+        for kernel, table in self.layers:
+            kernel(table, tensors, rows)
+        source, destination, _ = rows
+        self.empty(tensors, (source, destination, None), cursors.replay.window, cursors.replay.ring_capacity)
+
+
+def cuda_materialize(
+    cursors: Cursors,
+    source: Tensor,
+    destination: Tensor | None,
+    num_records: Tensor | None,
+    pools: tuple[Pool, ...],
+    A: tuple[Tensor | None, ...],
+) -> None:
+    """Fold records of `source` into the checkpoints of `destination`, in place when None, and move the cursors.
+
+    Arguments are checked. Layers of one geometry (`LayerSpec` and `ReplaySpec`) share a launch, whatever their strides.
+    """
+    if source.shape[0] > launch.MAX_ROWS:
+        name = "slots" if destination is None else "source"
+        raise NotImplementedError(
+            f"{name}: a launch takes up to {launch.MAX_ROWS} rows, got {source.shape[0]}; split them into several calls"
+        )
+    if source.shape[0] == 0:  # nothing to launch
+        return
+    layers = tuple((pool.layer, pool.replay, table_row(pool, rate)) for pool, rate in zip(pools, A, strict=True))
+    signature = (source.dtype, destination is not None, num_records is not None, layers)
+    made = cursors.launches.get(signature)
+    if made is None:
+        made = cursors.launches[signature] = _make_launch(cursors, *signature)
+    made(cursors, (source, destination, num_records))
+
+
+def table_row(pool: Pool, rate: Tensor | None) -> Row:
+    """What the kernel must know of a layer's memory: see `cute_kernels.materialize.TABLE_COLUMNS`."""
+    checkpoint, *rings = pool.tensors
+    words = [checkpoint.data_ptr(), checkpoint.stride(0), 0 if rate is None else rate.data_ptr(), 0]
+    for ring in rings:
+        words += [ring.data_ptr(), *ring.stride()[:3]]
+    return tuple(words)
+
+
+def _make_launch(
+    cursors: Cursors,
+    index_dtype: torch.dtype,
+    has_destination: bool,
+    has_num_records: bool,
+    layers: tuple[tuple[LayerSpec, ReplaySpec, Row], ...],
+) -> ModelLaunch:
+    modules, arch = launch.kernel_modules(), launch.arch_of(cursors.device)
+    groups: dict[Geometry, list[Row]] = {}
+    for layer, replay, row in layers:
+        groups.setdefault((layer, replay), []).append(row)
+    made = []
+    for (layer, replay), rows in groups.items():
+        key = modules.materialize.MaterializeKey(
+            plan_fold(layer, replay, arch, dtype_name(index_dtype)), has_destination, has_num_records
+        )
+        table = torch.tensor(rows, dtype=torch.int64, device=cursors.device)
+        made.append((modules.materialize.kernel(key, arch), table))
+    key = modules.empty.EmptyKey(dtype_name(index_dtype), has_destination)
+    return ModelLaunch(made, modules.empty.kernel(key, arch))
+
+
+def plan_fold(layer: LayerSpec, replay: ReplaySpec, arch: str, index_dtype: str) -> StepKey:
+    """The key of a step of no tokens, on rings of any layout.
+
+    Raises:
+        NotImplementedError: no kernel exists for this layer; the message names the limit.
+    """
+    plan = plan_step(
+        layer,
+        replay,
+        OPTIONS[layer.recurrence],
+        arch=arch,
+        batch=1,
+        num_tokens=0,
+        rows=RowOptions(index_dtype),
+        ring_layout="strided",
+    )
+    return plan.key
