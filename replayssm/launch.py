@@ -257,6 +257,7 @@ def _commit_kernel(
     num_accepted: Tensor | None,
     force_fold: Tensor | None,
 ) -> Callable[..., None]:
+    cursors.replay.check_cuda()
     module = kernel_modules().commit
     key = module.CommitKey(
         window=cursors.replay.window,

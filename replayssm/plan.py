@@ -74,6 +74,7 @@ def plan_step(
     """
     if not isinstance(options, OPTIONS[layer.recurrence]):
         raise TypeError(f"options: expected {OPTIONS[layer.recurrence].__name__}, got {type(options).__name__}")
+    replay.check_cuda()
     key = StepKey(
         num_v_heads=layer.num_v_heads,
         num_k_heads=layer.num_k_heads,

@@ -229,7 +229,7 @@ def random_pool(
     key = torch.randn(pool.key.shape, generator=generator)
     pool.key.copy_(key if layer.recurrence == "mamba2" else recurrence.l2norm(key, 0.0))
     pool.decay.copy_(_decays(layer, pool.decay.shape, generator))
-    for ring in pool.tensors[1:]:
+    for ring in (pool.value, pool.key, pool.decay):
         ring.masked_fill_(~(live[..., None] if ring.dim() == 4 else live), float("nan"))
     return pool
 
