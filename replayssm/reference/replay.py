@@ -63,7 +63,7 @@ def step(
     dtype = dtype or torch.float32
     fresh = tokens(inputs, dtype)
     if out is None:
-        out = fresh.value.new_empty(fresh.value.shape, dtype=pool.replay.activation_dtype)
+        out = fresh.value.new_zeros(fresh.value.shape, dtype=pool.replay.activation_dtype)
     if inputs.cu_seqlens is None:
         num_draft = fresh.value.shape[1]
         num_tokens, places = torch.full_like(cache_indices, num_draft, dtype=torch.int64), None

@@ -53,7 +53,10 @@ class Run:
 
     @property
     def scene(self) -> Scene:
+        """Every kind of row; of many tokens, which take long, one of each: folds, padding, reads, folds as asked."""
         scene = busy_scene(self.case, given=self.given, ring_layout=self.layout, index_dtype=self.index)
+        if self.case.T >= 8:
+            scene = replace(scene, counts=tuple(scene.counts[i] for i in (1, 2, 3, 8)), forced=(3,))
         return ragged(scene) if self.ragged else scene
 
 
@@ -164,8 +167,11 @@ WRONG: dict[str, Callable[[Interpreted], object]] = {
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG)
-@each_kernel
+# All for one recurrence, and of each sort one for the others, whose kernels take longer and look up the same places.
+MISTAKES = [(kind, name) for kind in KERNELS for i, name in enumerate(WRONG) if kind == "mamba2" or i in (4, 5, 7)]
+
+
+@pytest.mark.parametrize(("kind", "wrong"), MISTAKES)
 def test_mistakes_of_the_caller_stay_within_the_slots(kind: Recurrence, wrong: str) -> None:
     """A row writes its own slot and its part of the output at most; a read elsewhere would be reported."""
     run = Run("sm_90a", case(kind, (1, 1, 64, 64), 5, 3, F32, F32), ragged=True)
@@ -188,7 +194,8 @@ def test_mistakes_of_the_caller_stay_within_the_slots(kind: Recurrence, wrong: s
 def test_one_row_does_not_depend_on_the_others(kind: Recurrence) -> None:
     """Rows in reverse order give the same bits: no sum depends on which CTA a row is."""
     run = SMALL[kind]
-    straight, turned = (Interpreted.of(run.scene, Bench(run.arch, "early")) for _ in range(2))
+    scene = replace(run.scene, counts=(6, 2, PAD, 3), forced=(3,))
+    straight, turned = (Interpreted.of(scene, Bench(run.arch, "early")) for _ in range(2))
     for name in [n for n, t in turned.inputs._asdict().items() if isinstance(t, torch.Tensor) and t.dim() > 2]:
         turned.inputs = turned.inputs._replace(**{name: getattr(turned.inputs, name).flip(0)})
     turned.cache_indices = turned.cache_indices.flip(0)
