@@ -130,6 +130,14 @@ def per_token(inputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return inputs._replace(**{name: change(t) for name, t in tokens_of(inputs).items()})
 
 
+def of_one_key(inputs: Any) -> Any:
+    """Tokens of a delta rule with nearly one key and nothing forgotten: each takes back most of what the one before
+    wrote. Random keys are nearly orthogonal, and forgive whatever is done to the system that couples the tokens."""
+    key, strength = inputs.k, "b" if isinstance(inputs, GdnInputs) else "beta"
+    given = with_parts(inputs, key=key[:, :1] + key * 0.1, gate=torch.full_like(part(inputs, "gate"), -20.0))
+    return given._replace(**{strength: torch.full_like(getattr(inputs, strength), 3.0)})
+
+
 def decay_record(inputs: Inputs, dtype: torch.dtype) -> Tensor:
     """What each token's decay record holds, [rows, T, HV], KDA [rows, T, HV, K]."""
     if isinstance(inputs, Mamba2Inputs):

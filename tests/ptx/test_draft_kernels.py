@@ -23,7 +23,7 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 from cute_kernels.configs import RingLayout, StepConfig
 from replayssm.spec import Recurrence
 from tests.helpers.cases import Case
-from tests.helpers.draw import KERNELS, AnyGiven, DeltaGiven, part
+from tests.helpers.draw import KERNELS, AnyGiven, DeltaGiven, of_one_key, part, per_token
 from tests.helpers.oracle import BARE, F32, PAD, Given, Scene, Trace, busy_scene, mistakes, ragged
 from tests.helpers.tolerance import same_bytes
 from tests.ptx import recorder
@@ -154,6 +154,35 @@ def test_drafts_of_any_lengths_and_commits_are_the_recurrence(kind: Recurrence) 
     assert (len(trace.work.pool.launches), len(trace.work.cursors.launches)) == (1, 1)
 
 
+def test_a_prepared_launch_takes_any_number_of_rows() -> None:
+    """First two rows, then all of them, by one launch each of step and commit: nothing was sized by the first call."""
+    work = Interpreted.of(RAGGED[2].scene, Bench(RAGGED[2].arch, "early"))
+    ends = work.inputs.cu_seqlens
+    first = per_token(work.inputs, lambda x: x[:, : int(ends[2])].clone())._replace(cu_seqlens=ends[:3].clone())
+    assert work.force_fold is not None
+    few = replace(work, inputs=first, cache_indices=work.cache_indices[:2].clone(), force_fold=work.force_fold[:2])
+    for one in (few, work):
+        assert mistakes(one) == []
+        one.commit()
+    assert (len(work.pool.launches), len(work.cursors.launches)) == (1, 1)
+
+
+def test_any_negative_slot_and_the_named_one_are_padding() -> None:
+    """64-bit slots are read as such: the low half of one is the slot of a live row."""
+    run = RAGGED[1]
+    scene = replace(run.scene, counts=(PAD, PAD, 5, PAD, PAD, PAD), forced=(), lengths=(1, 9, 2, 0, 3, 2), starts=None)
+    work = Interpreted.of(scene, Bench(run.arch, "early"))
+    least, live = torch.iinfo(torch.int64).min, int(work.cache_indices[2])
+    spare = next(slot for slot in range(work.pool.num_slots) if slot != live)
+    work.pad_slot_id, given = spare, work.clone()
+    work.cache_indices = torch.tensor([live - 2**32, spare, live, -7, least + live, live - 2**31])
+    assert mistakes(work) == []
+    for one in (work, given):
+        one.commit(num_accepted=torch.tensor([1, 9, 1, 9, 9, 2], dtype=torch.int32))
+    assert torch.equal(work.cursors.num_committed, given.cursors.num_committed)
+    assert torch.equal(work.cursors.ring_start, given.cursors.ring_start)
+
+
 WRONG: dict[str, Callable[[Interpreted], object]] = {
     "lengths descend": lambda work: work.inputs.cu_seqlens.copy_(work.inputs.cu_seqlens.flip(0)),
     "lengths exceed the most": lambda work: work.inputs.cu_seqlens.mul_(3),
@@ -217,6 +246,13 @@ def test_strong_and_infinite_decays_stay_finite(kind: Recurrence) -> None:
     if kind != "mamba2":
         work.pool.decay[:, :, 1] = -float("inf")
     assert mistakes(work) == []
+
+
+@pytest.mark.parametrize("kind", ["gdn", "kda"])
+def test_tokens_of_one_key_are_solved_exactly(kind: Recurrence) -> None:
+    (run,) = [run for run in CASES if (run.case.recurrence, run.case.T) == (kind, 9)]
+    work = Interpreted.of(replace(run.scene, counts=(9, 3), forced=(0,)), Bench(run.arch, "early"))
+    assert mistakes(replace(work, inputs=of_one_key(work.inputs))) == []
 
 
 ERRORS: dict[str, float] = {"tf32": 2.0**-15, "bf16": 2.0**-7}  # twice a term's rounding
