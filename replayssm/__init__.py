@@ -6,7 +6,7 @@ torch twin. Importing this package needs neither cutlass nor CUDA nor a GPU.
 
 from replayssm.cursors import Cursors, make_cursors
 from replayssm.inputs import GdnInputs, KdaInputs, Mamba2Inputs
-from replayssm.ops import commit, copy_slots, flush, materialize, reset, step, warmup
+from replayssm.ops import commit, copy_slots, flush, materialize, reset, step, warmup, write_read_copy
 from replayssm.plan import Plan, plan_step
 from replayssm.pool import Pool, bytes_per_slot, make_pool
 from replayssm.spec import LayerSpec, ReplaySpec
@@ -33,4 +33,5 @@ __all__ = [
     "reset",
     "step",
     "warmup",
+    "write_read_copy",
 ]

@@ -135,7 +135,7 @@ def check_step(
         raise TypeError(
             f"inputs: expected {fields.__name__} for a {layer.recurrence} layer, got {type(inputs).__name__}"
         )
-    for name in ("window", "max_draft", "ring_capacity"):
+    for name in ("window", "max_draft", "ring_capacity", "rounding"):
         if getattr(cursors.replay, name) != getattr(replay, name):
             raise ValueError(
                 f"cursors: expected {name} {getattr(replay, name)} as the pool's, got {getattr(cursors.replay, name)}"
@@ -244,7 +244,7 @@ def check_pools(cursors: Cursors, pools: Iterable[Pool]) -> tuple[Pool, ...]:
                 f"pools[{i}]: expected {cursors.num_slots} slots on {cursors.device} as the cursors, "
                 f"got {pool.num_slots} on {pool.device}; make both with one number of slots"
             )
-        for name in ("window", "max_draft", "ring_capacity"):
+        for name in ("window", "max_draft", "ring_capacity", "rounding"):
             if (ours := getattr(pool.replay, name)) != (theirs := getattr(cursors.replay, name)):
                 raise ValueError(
                     f"pools[{i}]: expected {name} {theirs} as the cursors', got {ours}; make both with one ReplaySpec"
@@ -262,6 +262,9 @@ def check_model(
             [HV] float32 tensor a Mamba-2 pool.
     """
     pools = check_pools(cursors, pools)
+    if cursors.device.type == "cuda":
+        for pool in pools:
+            pool.replay.check_cuda()
     seen: dict[int, int] = {}
     if not pools:
         raise ValueError("pools: expected every pool of the model, got none; their records would be lost")

@@ -21,6 +21,8 @@ class Cursors:
         ring_start: [slots] int32; physical row of the oldest pending record, 0 to ring_capacity - 1. Read; `commit`
             and `reset` write it.
         num_committed: [slots] int32; records accepted and not yet folded, 0 to window. Likewise.
+        fold_count: [slots] int32; folds of the slot since its reset, which number the draws of stochastic rounding.
+            Likewise; None where the spec rounds to nearest.
 
     Raises:
         TypeError, ValueError: a tensor is not packed [slots] int32.
@@ -29,14 +31,29 @@ class Cursors:
     replay: ReplaySpec
     ring_start: Tensor
     num_committed: Tensor
+    fold_count: Tensor | None = None
     launches: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.ring_start, Tensor):
             raise TypeError(f"ring_start: expected a torch.Tensor, got {type(self.ring_start).__name__}")
-        for name in ("ring_start", "num_committed"):
+        if (self.fold_count is not None) != (self.replay.rounding == "stochastic"):
+            expected = "None" if self.fold_count is not None else "a [slots] int32 tensor"
+            raise TypeError(
+                f"fold_count: expected {expected}, as the spec has rounding={self.replay.rounding!r}; see make_cursors"
+            )
+        for name in self.names:
             shape = (self.ring_start.shape[0] if self.ring_start.dim() else 0,)
             check_tensor(name, getattr(self, name), shape, (torch.int32,), self.ring_start.device, contiguous_from=0)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The cursors that a slot has."""
+        return (
+            ("ring_start", "num_committed")
+            if self.fold_count is None
+            else ("ring_start", "num_committed", "fold_count")
+        )
 
     @property
     def num_slots(self) -> int:
@@ -55,5 +72,5 @@ def make_cursors(replay: ReplaySpec, num_slots: int, *, device: torch.device | s
     """
     if num_slots < 1:
         raise ValueError(f"num_slots: expected 1 or more, got {num_slots}")
-    ring_start, num_committed = torch.zeros((2, num_slots), dtype=torch.int32, device=device)
-    return Cursors(replay, ring_start, num_committed)
+    held = 3 if replay.rounding == "stochastic" else 2
+    return Cursors(replay, *torch.zeros((held, num_slots), dtype=torch.int32, device=device))

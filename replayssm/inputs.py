@@ -2,7 +2,7 @@
 
 With `cu_seqlens`, [rows + 1] int32, rows may have different numbers of tokens, 0 to `max_draft`: the axes [rows, T] of
 every tensor are [1, total] then, and row r has the tokens from `cu_seqlens[r]` up to `cu_seqlens[r + 1]`. A row without
-tokens is left alone, and so are outputs behind the last row's.
+tokens is left alone. Outputs behind the last row's are left as they are, or zero where `step` allocates them.
 """
 
 from __future__ import annotations

@@ -148,7 +148,8 @@ def cuda_step(
         debug.check_lengths(cu_seqlens, pool.replay.max_draft, value_of(inputs).shape[1])
     value = value_of(inputs)
     if out is None:
-        out = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+        make = torch.empty if cu_seqlens is None else torch.zeros  # tokens behind the last row are no row's to write
+        out = make(value.shape, dtype=value.dtype, device=value.device)
     if value.shape[1] == 0:  # no row has a token
         return out
     try:
@@ -258,6 +259,7 @@ def _commit_kernel(
     num_accepted: Tensor | None,
     force_fold: Tensor | None,
 ) -> Callable[..., None]:
+    cursors.replay.check_cuda()
     module = kernel_modules().commit
     key = module.CommitKey(
         window=cursors.replay.window,

@@ -20,6 +20,7 @@ from replayssm.inputs import Inputs
 from replayssm.plan import Plan, plan_step
 from replayssm.pool import Pool, default_ring_layout
 from replayssm.reference import replay as twin
+from replayssm.reference import storage
 from replayssm.spec import LayerSpec, ReplaySpec
 
 
@@ -123,22 +124,24 @@ def reset(cursors: Cursors, slots: Tensor, *, pools: Iterable[Pool] = ()) -> Non
     Args:
         cursors: written at `slots`.
         slots: [n] int64 or int32 of valid slots; a negative one is no padding here. `REPLAYSSM_DEBUG=1` checks them.
-        pools: pools whose checkpoint is set to zero at `slots`. Their rings need no cleaning: records that are not
-            pending never reach an output.
+        pools: pools whose checkpoint and read copy are set to zero at `slots`. Their rings need no cleaning: records
+            that are not pending never reach an output. Seeds stay.
 
     Raises:
         TypeError, ValueError: `slots` is not an integer vector on the cursors' device, or a pool has other slots or
             another window or ring than the cursors.
     """
     index, pools = checks.check_slots("slots", slots, cursors), checks.check_pools(cursors, pools)
-    cursors.ring_start.index_fill_(0, index, 0)
-    cursors.num_committed.index_fill_(0, index, 0)
+    for name in cursors.names:
+        getattr(cursors, name).index_fill_(0, index, 0)
     for pool in pools:
-        pool.checkpoint.index_fill_(0, index, 0)
+        for name in pool.state_names:
+            getattr(pool, name).index_fill_(0, index, 0)
 
 
 def copy_slots(cursors: Cursors, source: Tensor, destination: Tensor, *, pools: Iterable[Pool]) -> None:
-    """Copy slots with their pending records: checkpoint, rings and cursors. `materialize` copies the state alone.
+    """Copy slots with their pending records: all tensors of the pools and the cursors. `materialize` copies the state
+    alone. A seed goes along, so that a request that moved rounds as if it had stayed.
 
     Args:
         cursors: written at `destination`.
@@ -156,8 +159,27 @@ def copy_slots(cursors: Cursors, source: Tensor, destination: Tensor, *, pools: 
     pools = checks.check_pools(cursors, pools)
     if debug.DEBUG:
         debug.check_distinct("destination", write)
-    for tensor in (cursors.ring_start, cursors.num_committed, *(t for pool in pools for t in pool.tensors)):
+    held = (getattr(cursors, name) for name in cursors.names)
+    for tensor in (*held, *(t for pool in pools for t in pool.tensors)):
         tensor.index_copy_(0, write, tensor.index_select(0, read))
+
+
+def write_read_copy(cursors: Cursors, slots: Tensor, *, pools: Iterable[Pool]) -> None:
+    """Make the read copies of some slots from their checkpoints; call it after a prefill has written these.
+
+    The other verbs keep a copy up to date. Pools without copies are left alone.
+
+    Args:
+        slots: [n] int64 or int32 of valid slots.
+        cursors: of the pools.
+        pools: read copies are written at `slots`.
+
+    Raises:
+        TypeError, ValueError: as `reset`.
+    """
+    index = checks.check_slots("slots", slots, cursors)
+    for pool in checks.check_pools(cursors, pools):
+        storage.write_copy(pool, index)
 
 
 def flush(cursors: Cursors, slots: Tensor, *, pools: Iterable[Pool], A: Iterable[Tensor | None] | None = None) -> None:

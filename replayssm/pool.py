@@ -7,6 +7,16 @@
 | key | [slots, HK, R, K] | activation dtype | B | normalised k | normalised k |
 | decay | [slots, HV, R], KDA [.., R, K] | float32, KDA `decay_dtype` | dt after softplus | log-decay g | log-decay g |
 
+With `ReplaySpec.read_dtype` a slot also holds a copy of the checkpoint, which steps read while they do not fold, and
+with stochastic rounding a seed. All of a slot's parts belong together: `copy_slots` and `materialize` move them so.
+
+| field | shape | dtype |
+|---|---|---|
+| read_codes | [slots, HV, V, K], NVFP4 [.., K / 2] | bfloat16, float16, int8; uint8 for FP8, MXFP8 and NVFP4 |
+| read_scale | FP8, int8 [slots, HV, V]; MXFP8, NVFP4 [slots, bytes] | float32; uint8, order in reference/quant.py |
+| read_tile_scale | NVFP4 [slots, HV, V / 16 rounded up] | float32 |
+| seed | [slots] | int64 |
+
 R is `ReplaySpec.ring_capacity`. A ring may be head-major in memory (the order of its axes) or record-major
 (axis 2 before axis 1): the strides say which, and every path takes them as they come.
 """
@@ -21,7 +31,9 @@ from torch import Tensor
 
 from cute_kernels.configs import RingLayout
 from replayssm.checks import check_alignment, check_own_memory, check_tensor
-from replayssm.spec import LayerSpec, ReplaySpec
+from replayssm.spec import ROW_BYTES, LayerSpec, ReplaySpec, scale_bytes
+
+READ_PARTS = ("read_codes", "read_scale", "read_tile_scale")
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +45,9 @@ class Pool:
     Args:
         layer, replay: the geometry and the replay parameters.
         checkpoint, value, key, decay: see the table of this module; read and written.
+        read_codes, read_scale, read_tile_scale: of the read copy; None where the spec's `read_dtype` has no such part.
+            Whoever writes a checkpoint calls `write_read_copy` after it.
+        seed: of stochastic rounding, else None; the caller may write it, and requests with equal seeds round alike.
 
     Raises:
         TypeError, ValueError: a tensor has another shape, dtype, device or layout than the table says. A slot of
@@ -45,27 +60,42 @@ class Pool:
     value: Tensor
     key: Tensor
     decay: Tensor
+    read_codes: Tensor | None = None
+    read_scale: Tensor | None = None
+    read_tile_scale: Tensor | None = None
+    seed: Tensor | None = None
     launches: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
-    tensors: tuple[Tensor, Tensor, Tensor, Tensor] = field(init=False, repr=False)
+    tensors: tuple[Tensor, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.checkpoint, Tensor):
             raise TypeError(f"checkpoint: expected a torch.Tensor, got {type(self.checkpoint).__name__}")
         slots, device = self.checkpoint.shape[0] if self.checkpoint.dim() else 0, self.checkpoint.device
-        for name, (shape, dtype) in record_shapes(self.layer, self.replay).items():
+        shapes = record_shapes(self.layer, self.replay)
+        for name, (shape, dtype) in shapes.items():
             tensor = getattr(self, name)
-            packed_from = 1 if name == "checkpoint" else len(shape)
-            if name == "decay" and not self.layer.decays_per_channel:
+            packed_from = 1 if name == "checkpoint" or name in READ_PARTS else len(shape)
+            if (name == "decay" and not self.layer.decays_per_channel) or name == "seed":
                 check_tensor(name, tensor, (slots, *shape), (dtype,), device)
             else:
                 check_tensor(name, tensor, (slots, *shape), (dtype,), device, contiguous_from=packed_from)
-                check_alignment(name, tensor, packed_from)
+                if name != "read_tile_scale":  # read one at a time
+                    check_alignment(name, tensor, packed_from)
             check_own_memory(name, tensor)
-        object.__setattr__(self, "tensors", (self.checkpoint, self.value, self.key, self.decay))
+        for name in (*READ_PARTS, "seed"):
+            if name not in shapes and getattr(self, name) is not None:
+                precisions = f"read_dtype={self.replay.read_dtype!r}, rounding={self.replay.rounding!r}"
+                raise TypeError(f"{name}: expected None, as the spec has {precisions}, got a tensor; leave it out")
+        object.__setattr__(self, "tensors", tuple(getattr(self, name) for name in shapes))
 
     @property
     def num_slots(self) -> int:
         return self.checkpoint.shape[0]
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """The tensors that hold the state: the checkpoint and the parts of the read copy."""
+        return ("checkpoint", *(name for name in READ_PARTS if getattr(self, name) is not None))
 
     @property
     def ring_layout(self) -> RingLayout:
@@ -101,12 +131,35 @@ def record_shapes(layer: LayerSpec, replay: ReplaySpec) -> dict[str, tuple[tuple
         raise NotImplementedError(f"decay_dtype: one decay a head is kept in float32, got {replay.decay_dtype}")
     hv, hk, rows = layer.num_v_heads, layer.num_k_heads, replay.ring_capacity
     channels = (layer.d_state,) if layer.decays_per_channel else ()
-    return {
+    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         "checkpoint": ((hv, layer.head_dim, layer.d_state), replay.checkpoint_dtype),
         "value": ((hv, rows, layer.head_dim), replay.value_dtype or replay.activation_dtype),
         "key": ((hk, rows, layer.d_state), replay.activation_dtype),
         "decay": ((hv, rows, *channels), replay.decay_dtype),
+        **_read_shapes(layer, replay),
     }
+    return shapes if replay.rounding == "nearest" else shapes | {"seed": ((), torch.int64)}
+
+
+def _read_shapes(layer: LayerSpec, replay: ReplaySpec) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """`record_shapes` of the read copy."""
+    form, heads, rows, channels = replay.read_format, layer.num_v_heads, layer.head_dim, layer.d_state
+    if form is None:
+        return {}
+    unit = max(ROW_BYTES * 8 // form.bits, form.block)
+    if channels % unit:
+        raise NotImplementedError(
+            f"d_state: a read copy in {replay.read_dtype!r} takes a multiple of {unit}, got {channels}"
+        )
+    packed = channels * form.bits // (8 * form.codes.itemsize)
+    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"read_codes": ((heads, rows, packed), form.codes)}
+    if form.row_scale:
+        shapes["read_scale"] = ((heads, rows), torch.float32)
+    if form.block:
+        shapes["read_scale"] = ((scale_bytes(heads * rows, channels // form.block),), torch.uint8)
+    if form.tile_rows:
+        shapes["read_tile_scale"] = ((heads, -(-rows // form.tile_rows)), torch.float32)
+    return shapes
 
 
 def bytes_per_slot(layer: LayerSpec, replay: ReplaySpec) -> dict[str, int]:
@@ -131,10 +184,12 @@ def make_pool(
     *,
     device: torch.device | str = "cpu",
     ring_layout: RingLayout | None = None,
+    seed: int = 0,
 ) -> Pool:
     """Allocate a zeroed pool of `num_slots` slots.
 
     Args:
+        seed: of stochastic rounding: slot i gets seed + i. Give each layer a range of its own, as layer << 32.
         ring_layout: "record_major" keeps the heads of one record together, "head_major" the records of one head
             (FlashInfer's order); None takes the faster order for the layer (`default_ring_layout`).
 
@@ -148,7 +203,9 @@ def make_pool(
         raise ValueError(f"ring_layout: expected 'record_major' or 'head_major', got {ring_layout!r}")
     tensors = {}
     for name, (shape, dtype) in record_shapes(layer, replay).items():
-        if name == "checkpoint" or ring_layout == "head_major":
+        if name == "seed":
+            tensors[name] = torch.arange(seed, seed + num_slots, device=device)
+        elif name not in ("value", "key", "decay") or ring_layout == "head_major":
             tensors[name] = torch.zeros((num_slots, *shape), dtype=dtype, device=device)
         else:
             order = (num_slots, shape[1], shape[0], *shape[2:])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -12,8 +12,49 @@ RECURRENCES: tuple[Recurrence, ...] = ("mamba2", "gdn", "kda")
 CHECKPOINT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ACTIVATION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 DECAY_DTYPES = (torch.float32, torch.bfloat16)
+Rounding = Literal["nearest", "stochastic"]
+ROUNDINGS: tuple[Rounding, ...] = ("nearest", "stochastic")
+ReadDtype = torch.dtype | Literal["nvfp4", "mxfp8"]
 MAX_WINDOW = 64
 MAX_DRAFT = 16
+
+
+class ReadFormat(NamedTuple):
+    """How a read copy stores a state.
+
+    Args:
+        codes: dtype of the tensor of codes.
+        bits: of a value's code; one of 4 shares a byte with its neighbour.
+        block: values along K that share a scale byte; 0 for none.
+        row_scale: a float32 scale for each row of V.
+        tile_rows: rows of V that share a float32 scale above those of the blocks; 0 for none.
+    """
+
+    codes: torch.dtype
+    bits: int
+    block: int = 0
+    row_scale: bool = False
+    tile_rows: int = 0
+
+
+# A dtype of torch names a copy in it, the 8-bit ones with a float32 scale a row; the other formats are made of blocks.
+# A tile of NVFP4 is 16 rows, those of an MMA fragment: a warp that folds them asks no other for their largest value.
+READ_FORMATS: dict[ReadDtype, ReadFormat] = {
+    torch.bfloat16: ReadFormat(torch.bfloat16, 16),
+    torch.float16: ReadFormat(torch.float16, 16),
+    torch.float8_e4m3fn: ReadFormat(torch.uint8, 8, row_scale=True),
+    torch.int8: ReadFormat(torch.int8, 8, row_scale=True),
+    "mxfp8": ReadFormat(torch.uint8, 8, block=32),
+    "nvfp4": ReadFormat(torch.uint8, 4, block=16, tile_rows=16),
+}
+ROW_BYTES = 16  # the rows of a read copy are made of loads of this size
+SCALE_ATOM = (128, 4)  # rows by blocks whose scale bytes lie together
+
+
+def scale_bytes(num_rows: int, num_blocks: int) -> int:
+    """Bytes of the block scales of a slot of HV * V rows, padded to whole atoms on both sides."""
+    rows, blocks = SCALE_ATOM
+    return -(-num_rows // rows) * -(-num_blocks // blocks) * rows * blocks
 
 
 def _require(ok: bool, name: str, expected: str, got: object) -> None:
@@ -78,10 +119,13 @@ class ReplaySpec:
         value_dtype: of the value records of GDN and KDA, which are computed: the activation dtype when None, or
             float32, which keeps what rounding them to 16 bits would lose.
         decay_dtype: of KDA's decay records: float32, or bfloat16, half as many bytes.
+        read_dtype: of a copy of the state that steps read while they do not fold, smaller than the checkpoint: "nvfp4",
+            "mxfp8", or float8_e4m3fn, int8, bfloat16 or float16; None for no copy. Folds start from the checkpoint.
+        rounding: of folded states to a 16-bit checkpoint: "nearest" even, or "stochastic" by the slot's seed.
 
     Raises:
         ValueError: a number is out of range.
-        NotImplementedError: a dtype that no path supports.
+        NotImplementedError: a dtype, or a combination of them, that no path supports.
     """
 
     window: int = 16
@@ -91,6 +135,8 @@ class ReplaySpec:
     ring_capacity: int = field(default=0)
     value_dtype: torch.dtype | None = None
     decay_dtype: torch.dtype = torch.float32
+    read_dtype: ReadDtype | None = None
+    rounding: Rounding = "nearest"
 
     def __post_init__(self) -> None:
         for name in ("window", "max_draft", "ring_capacity"):
@@ -105,9 +151,40 @@ class ReplaySpec:
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise NotImplementedError(f"{name}: supported are {allowed}, got {getattr(self, name)}")
+        _require(self.rounding in ROUNDINGS, "rounding", f"one of {ROUNDINGS}", self.rounding)
+        self._check_precisions()
         needed = self.window + self.max_draft
         if self.ring_capacity == 0:
             object.__setattr__(self, "ring_capacity", needed)
         _require(
             self.ring_capacity >= needed, "ring_capacity", f"window + max_draft = {needed} or more", self.ring_capacity
         )
+
+    @property
+    def read_format(self) -> ReadFormat | None:
+        """How the read copy stores a state, or None."""
+        return None if self.read_dtype is None else READ_FORMATS[self.read_dtype]
+
+    def check_cuda(self) -> None:
+        """Refuse precisions that no CUDA kernel has, by name, with NotImplementedError."""
+        for name, only in (("read_dtype", None), ("rounding", "nearest")):
+            if (got := getattr(self, name)) != only:
+                raise NotImplementedError(
+                    f"{name}: CUDA kernels exist for {only!r} so far, got {got!r}; move the tensors to the CPU"
+                )
+
+    def _check_precisions(self) -> None:
+        bits = self.checkpoint_dtype.itemsize * 8
+        if self.rounding == "stochastic" and bits == 32:
+            raise NotImplementedError(
+                "rounding: a float32 checkpoint is not rounded, so 'stochastic' says nothing; leave it 'nearest'"
+            )
+        if self.read_dtype is None:
+            return
+        if self.read_dtype not in READ_FORMATS:
+            raise NotImplementedError(f"read_dtype: supported are {(None, *READ_FORMATS)}, got {self.read_dtype!r}")
+        if READ_FORMATS[self.read_dtype].bits >= bits:
+            raise NotImplementedError(
+                f"read_dtype: a copy takes fewer bits than the {self.checkpoint_dtype} checkpoint, "
+                f"got {self.read_dtype!r}; leave it None"
+            )

@@ -33,6 +33,16 @@ def test_an_engines_vectors_are_used_in_place() -> None:
     assert cursors.num_committed.data_ptr() == table[2].data_ptr()
 
 
+def test_stochastic_rounding_counts_folds(device: torch.device) -> None:
+    spec = ReplaySpec(4, checkpoint_dtype=torch.float16, rounding="stochastic")
+    cursors = make_cursors(spec, 5, device=device)
+    assert cursors.fold_count is not None and cursors.fold_count.tolist() == [0] * 5
+    assert cursors.names == ("ring_start", "num_committed", "fold_count")
+    assert make_cursors(SPEC, 5).names == ("ring_start", "num_committed")
+    with pytest.raises(TypeError, match=r"fold_count: .*int32.*int64"):
+        Cursors(spec, good(), good(), good().long())
+
+
 def good() -> torch.Tensor:
     return torch.zeros(4, dtype=torch.int32)
 

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 import replayssm
+from replayssm.inputs import Inputs
 from replayssm.reference import recurrence
 from replayssm.spec import RECURRENCES, Recurrence
 from tests.helpers.cases import Case
-from tests.helpers.draw import make_inputs, tensors_of
+from tests.helpers.draw import make_inputs, per_token, tensors_of
 from tests.helpers.model import SPARE_ROWS, Model, every_prefix, excesses, fitting, model_of, one_by_one, untouched
 from tests.helpers.oracle import F32, F64, NAMES
 from tests.helpers.tolerance import excess, same_bytes
@@ -337,6 +338,83 @@ def test_a_materialised_slot_decodes_as_a_folded_copy(kind: Recurrence, device: 
 
 
 @each_kind
+@pytest.mark.parametrize("way", ["flush", "materialize", "with its records"])
+def test_a_slot_taken_away_comes_back_anywhere(kind: Recurrence, way: str, device: torch.device) -> None:
+    """Preempted to host memory or sent to a worker that has had other tenants, with any number of records pending. The
+    slots are overwritten meanwhile."""
+    case, slots = case_of(kind), torch.arange(6, device=device)
+    here, there = model_of(case, device, [0, 1, 2, 3, 4, 5], free=6), model_of(case, device, [4] * 12, free=1)
+    stays, lost = here.clone(), there.clone()
+    unfolded = [pool.checkpoint[slots].cpu() for pool in here.pools]
+    if way == "flush":
+        here.flush(slots)
+    if way == "materialize":
+        here.materialize(slots, slots + 6, None)
+    home = slots + 6 if way == "materialize" else slots
+    if way != "with its records":
+        stays.flush(slots)
+    names = NAMES if way == "with its records" else NAMES[:1]
+    parcel = [[getattr(pool, name)[home].cpu() for name in names] for pool in here.pools]
+    cursors = [cursor[home].cpu() for cursor in (here.cursors.ring_start, here.cursors.num_committed)]
+    for tensor in here.memory():
+        tensor.fill_(float("nan") if tensor.is_floating_point() else -7)
+    new = torch.tensor([9, 2, 11, 0, 5, 7], device=device)
+    for model, parts in ((there, parcel), (lost, [[one] for one in unfolded])):
+        for pool, tensors in zip(model.pools, parts, strict=True):
+            for name, tensor in zip(names, tensors, strict=False):
+                getattr(pool, name)[new] = tensor.to(device)
+        replayssm.reset(model.cursors, new)
+    if way == "with its records":
+        there.cursors.ring_start[new], there.cursors.num_committed[new] = (one.to(device) for one in cursors)
+    outs = [[model.decode(new, seed=seed) for seed in range(7)] for model in (there, lost)]
+    want = [stays.decode(slots, seed=seed) for seed in range(7)]
+    assert all(same_bytes(a, b) for a, b in zip(outs[0], want, strict=True))
+    assert not same_bytes(outs[1][0], want[0])  # teeth: the checkpoints alone
+
+
+def prompt_in_chunks(kind: Recurrence, device: torch.device, last: bool, flushes: bool = True) -> list[str]:
+    """A slot with another tenant's records gets 3 tokens of a prompt by the recurrence, decodes 2, gets 3 more and then
+    one alone, which is a step; asked to fold or not. What is wrong with the outputs from there on."""
+    case = fitting(case_of(kind), device)
+    model = model_of(case, device, [4, 2, 5], free=1, layers=[(case, "record_major")])
+    (pool,), slots, generator = model.pools, torch.arange(4, device=device), torch.Generator().manual_seed(2)
+    inputs = make_inputs(replace(case, T=12), 4, generator)
+    inputs = inputs._replace(**{name: t.to(device) for name, t in tensors_of(inputs).items()})
+    model.A = None if model.A is None else [inputs.A]
+
+    def chunk(first: int, end: int) -> Inputs:
+        return per_token(inputs, lambda x: x[:, first:end].contiguous())
+
+    def decode(token: int, force: bool = False) -> Tensor:
+        mask = torch.full((4,), force, device=device)
+        out = replayssm.step(pool, model.cursors, chunk(token, token + 1), cache_indices=slots, force_fold=mask)
+        replayssm.commit(model.cursors, cache_indices=slots, force_fold=mask)
+        return out
+
+    def prefill(first: int, end: int, state: Tensor) -> None:
+        pool.checkpoint[slots] = recurrence.run(chunk(first, end), state, F32)[1]
+        replayssm.reset(model.cursors, slots)
+
+    prefill(0, 3, torch.zeros_like(pool.checkpoint[slots]))
+    for token in (3, 4):
+        decode(token)
+    if flushes:
+        model.flush(slots)
+    prefill(5, 8, pool.checkpoint[slots])
+    got = torch.cat([decode(8, last), *(decode(token) for token in (9, 10, 11))], 1)
+    empty = torch.zeros_like(pool.checkpoint[slots])
+    exact, plain = (recurrence.run(inputs, empty, dtype)[0][:, 8:] for dtype in (F64, F32))
+    return excess("output", got, plain, exact, keep=(0, 2))
+
+
+@each_kind
+@pytest.mark.parametrize("last", [False, True], ids=["a step", "a step that is asked to fold"])
+def test_a_prompt_in_chunks_loses_no_token(kind: Recurrence, last: bool, device: torch.device) -> None:
+    assert prompt_in_chunks(kind, device, last) == []
+    assert prompt_in_chunks(kind, device, last, flushes=False) != []
+
+
+@each_kind
 def test_a_boundary_inside_a_draft_is_kept_after_the_commit(kind: Recurrence, device: torch.device) -> None:
     """A step folds before it appends, so every prefix within the tokens just accepted is still among the records."""
     case = replace(case_of(kind), T=3, window=WINDOW)
@@ -347,6 +425,7 @@ def test_a_boundary_inside_a_draft_is_kept_after_the_commit(kind: Recurrence, de
     given, generator = model.clone(), torch.Generator().manual_seed(5)
     for i, pool in enumerate(model.pools):
         inputs = make_inputs(model.cases[i], 6, generator)
+        inputs = inputs._replace(**{name: t.to(device) for name, t in tensors_of(inputs).items()})
         inputs = inputs if model.A is None else inputs._replace(A=model.A[i])
         replayssm.step(pool, model.cursors, inputs, cache_indices=slots, force_fold=mask)
     replayssm.commit(model.cursors, cache_indices=slots, num_draft=3, num_accepted=accepted, force_fold=mask)

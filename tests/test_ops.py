@@ -57,6 +57,7 @@ from tests.helpers.tolerance import excess, same_bytes
 
 POISONS = [float("nan"), float("inf"), -float("inf"), 1e38]
 BF16, F16 = torch.bfloat16, torch.float16
+one_and_several = pytest.mark.parametrize("num_draft", [1, 3])
 
 
 @pytest.fixture(params=RECURRENCES)
@@ -238,14 +239,17 @@ def test_extreme_gates_stay_finite(base: Case, device: torch.device) -> None:
     assert excess("output", out, twin.to(out.dtype), exact, keep=(0, 2)) == []
 
 
+@one_and_several
 @pytest.mark.parametrize("rate", [0.0, 3.0, 6.0, 80.0])
-def test_a_strong_decay_neither_overflows_nor_leaks(rate: float, base: Case, device: torch.device) -> None:
+def test_a_strong_decay_neither_overflows_nor_leaks(
+    rate: float, num_draft: int, base: Case, device: torch.device
+) -> None:
     """Heads with a large rate: a window's log-decays sum far below -88, where exp of the sum is 0 and exp of its
     opposite infinite, so a decay between two records that is a quotient or a product of prefixes is NaN. The digits of
     a record are compared where they matter: a log-decay of -1e34 need not have them all."""
     steep = torch.linspace(0.9 * rate, rate, base.HV)
     for which, shift in (("pending", 0.0), ("token", 4.0)):
-        work = busy_scene(base).on(device)
+        work = busy_scene(replace(base, T=num_draft)).on(device)
         work.inputs = with_parts(work.inputs, gate=part(work.inputs, "gate") + shift)
         if base.recurrence == "mamba2":
             work.inputs = with_parts(work.inputs, rate=-steep.exp().to(device))
@@ -268,23 +272,23 @@ def test_an_infinite_decay_forgets_everything_before_it(kind: Recurrence, device
     assert mistakes(work) == mistakes(forgotten) == []
 
 
-def test_small_gates_keep_their_digits(base: Case, device: torch.device) -> None:
+@one_and_several
+def test_small_gates_keep_their_digits(num_draft: int, base: Case, device: torch.device) -> None:
     """One statement of the gate, in every element: log(1 + e^x) loses all digits of e^x far below 0, where softplus is
     e^x, and a gate that differs by a rounding drifts for as long as the sequence runs."""
-    work = Scene(base, (0, 1, 5, 2) * 4).on(device)
+    work = Scene(replace(base, T=num_draft), (0, 1, 5, 2) * 4).on(device)
     gate = part(work.inputs, "gate")
     levels = torch.linspace(-4, -14, gate.numel(), device=device)
     work.inputs = with_parts(work.inputs, gate=levels.to(BF16).view(gate.shape))
-    slots = work.slots
-    places = (work.cursors.ring_start + work.cursors.num_committed)[slots].long() % work.pool.replay.ring_capacity
+    places = work.places()
     work.step()
-    got = work.pool.decay[slots, :, places]
-    exact, twin = (decay_record(work.inputs, dtype)[:, 0] for dtype in (F64, F32))
+    got = work.pool.decay[work.slots[:, None], :, places]
+    exact, twin = (decay_record(work.inputs, dtype) for dtype in (F64, F32))
     keep = tuple(range(got.dim()))
     assert excess("decay", got, twin, exact, keep) == []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recurrence, "softplus", lambda x: torch.log(1 + torch.exp(x)))
-        naive = decay_record(work.inputs, F32)[:, 0]
+        naive = decay_record(work.inputs, F32)
     assert excess("decay", naive, twin, exact, keep) != []
 
 

@@ -113,6 +113,48 @@ def test_what_no_row_has_is_left_alone(work: Work) -> None:
     assert all(same_bytes(now, before) for now, before in zip(nothing.written(), work.written(), strict=True))
 
 
+def test_other_rows_and_lengths_are_followed(work: Work, device: torch.device) -> None:
+    """Three rows, then all; then lengths and acceptance rewritten in place, as an engine does before it replays a graph
+    (on a GPU this is one): nothing of the call before may remain."""
+    ends, lengths = work.inputs.cu_seqlens, work.lengths
+    work.inputs = per_token(work.inputs, lambda x: x.nan_to_num(0.5))  # any row may have any token here
+    first = per_token(work.inputs, lambda x: x[:, : int(ends[3])].clone())._replace(cu_seqlens=ends[:4].clone())
+    assert work.force_fold is not None
+    few = replace(work, inputs=first, cache_indices=work.cache_indices[:3].clone(), force_fold=work.force_fold[:3])
+    for one in (few, work):
+        assert mistakes(one) == []
+        one.commit()
+    saved, out = work.clone(), torch.zeros_like(part(work.inputs, "value"))
+    accepted = torch.zeros_like(ends[1:])
+
+    def both() -> None:
+        work.step(out=out)
+        work.commit(num_accepted=accepted)
+
+    both()
+    run: Callable[[], object] = both
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            both()
+        run = graph.replay
+    seen = []
+    for other in (lengths, lengths.flip(0), lengths.roll(5), lengths * 0):
+        for now, before in zip(work.written(), saved.written(), strict=True):
+            now.copy_(before)
+        ends[1:], fresh, want = other.cumsum(0), saved.clone(), torch.full_like(out, 7.0)
+        accepted.copy_(other - other // 2)
+        fresh.inputs = fresh.inputs._replace(cu_seqlens=ends.clone())
+        out.fill_(7.0)
+        run()
+        fresh.step(out=want)
+        fresh.commit(num_accepted=accepted.clone())
+        assert all(same_bytes(a, b) for a, b in zip((out, *work.written()), (want, *fresh.written()), strict=True))
+        seen.append(want)
+    assert not any(same_bytes(seen[0], one) for one in seen[2:])
+
+
 def test_no_acceptance_keeps_every_token(work: Work) -> None:
     count, folds = work.cursors.num_committed[work.slots], work.fold_counts()
     work.step()

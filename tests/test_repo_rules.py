@@ -34,6 +34,7 @@ MACHINE_TEXT = re.compile(
     r"(?<![\w.~])/(?:work|root|home|opt|tmp|mnt)/\w|pypi\.(?:org|python)|pythonhosted\.|registry\.npm|download\.pytorch"
 )
 NAMED_PATH = re.compile(r"(?<![\w/.-])(?:(?:cute_kernels|replayssm|tuning|tests|docs|\.ci)/[\w./*-]*\w|[A-Z]{5,}\.md)")
+NAMED_TEST = re.compile(r"([\w./-]+\.py)::(\w+)")
 NAMED_MODULE = re.compile(r"python3? -m ((?:replayssm|tuning)[\w.]*)")
 Rule = Callable[[Path], Iterator[str]]
 
@@ -209,6 +210,16 @@ def paths_in_docs(root: Path) -> Iterator[str]:
         yield from (f"{doc.relative_to(root)} names {path}, which does not exist" for path in sorted(links | named))
 
 
+def named_tests(root: Path) -> Iterator[str]:
+    for doc in tracked(root, "*.md"):
+        for name, function in NAMED_TEST.findall(doc.read_text(encoding="utf-8")):
+            path = root / name
+            body = ast.parse(path.read_text(encoding="utf-8")).body if path.is_file() else []
+            tests = {node.name for node in body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
+            if function not in tests:
+                yield f"{doc.relative_to(root)} names test {name}::{function}, which does not exist"
+
+
 def machine_text(root: Path) -> Iterator[str]:
     for path in tracked(root):
         try:
@@ -356,6 +367,17 @@ RULES: list[tuple[Rule, dict[str, str], list[str]]] = [
             "replayssm/pool.py": "",
         },
         ["names CHANGELOG.md", "names docs/gone.md", "names gone.png", "module tuning", "module replayssm/demo"],
+    ),
+    (
+        named_tests,
+        {
+            "docs/testing.md": "`tests/test_a.py::test_kept`, `tests/test_a.py::test_gone`, "
+            "`tests/b/test_b.py::test_kept`, `test_b.py::test_kept`, `tests/test_a.py::helper`, "
+            "`tests/test_a.py::test_inner`",
+            "tests/test_a.py": "def test_kept(): ...\ndef helper(): ...\nclass A:\n    def test_inner(self): ...\n",
+            "tests/b/test_b.py": "def test_kept(): ...\n",
+        },
+        ["tests/test_a.py::test_gone", " test_b.py::test_kept", "test_a.py::helper", "test_a.py::test_inner"],
     ),
     (
         machine_text,

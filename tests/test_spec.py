@@ -92,6 +92,7 @@ def test_defaults_are_those_of_the_docstring() -> None:
     spec = ReplaySpec()
     assert (spec.window, spec.max_draft, spec.ring_capacity) == (16, 1, 17)
     assert (spec.checkpoint_dtype, spec.activation_dtype) == (torch.float32, torch.bfloat16)
+    assert (spec.read_dtype, spec.read_format, spec.rounding) == (None, None, "nearest")
 
 
 def test_specs_are_values() -> None:

@@ -6,6 +6,7 @@ or a machine that cannot do it, 130 interrupted.
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from collections.abc import Mapping
@@ -27,12 +28,15 @@ from tuning.matrix import ALL_MODELS, BATCHES, DEFAULT_MODEL, Options, exit_code
 from tuning.matrix import plan as plan_matrix
 from tuning.measure import DEFAULT_ROUNDS, PROTOCOL
 from tuning.options import DTYPE, DTYPES, WINDOW, checked, console, own_arch, shapes_of
+from tuning.precision import CHUNK, LAYERS, MAX_TOKENS, REGIMES, SCHEMES, precision_tables, study
+from tuning.precision import __doc__ as PRECISION_PROTOCOL
 from tuning.report import markdown_table, memory_table, plan_table, results_table
 from tuning.roofline import NOMINAL_H200
 from tuning.shapes import ModelShape, lookup, names
 from tuning.store import Record
 from tuning.workload import make_inputs
 
+LENGTHS = "Tokens after which errors are sampled; repeatable, multiples of 256."
 ONE_OF_EACH = (DEFAULT_MODEL, "qwen3.5-122b-a10b", "glm-5.3-flash")
 WITH_KERNELS = tuple(name for recurrence in OPTIONS for name in names(recurrence))
 # Options of `warmup` that only one recurrence has, by the name of their parameter.
@@ -142,10 +146,38 @@ def warmup(model: str, tp: int, arch: str | None, **rest: Any) -> None:
 
 
 @main.command()
+@click.option("--tokens", "lengths", multiple=True, default=(2048,), type=click.IntRange(512, MAX_TOKENS), help=LENGTHS)
+@click.option("--recurrence", "kinds", multiple=True, default=tuple(LAYERS), type=click.Choice(tuple(LAYERS)))
+@click.option("--regime", "regimes", multiple=True, default=REGIMES, type=click.Choice(REGIMES), help="Of the decays.")
+@click.option(
+    "--scheme", "names", multiple=True, type=click.Choice([one.name for one in SCHEMES]), help="All if none is named."
+)
+@click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="Record of the run.")
+def precision(
+    lengths: tuple[int, ...],
+    kinds: tuple[Recurrence, ...],
+    regimes: tuple[str, ...],
+    names: tuple[str, ...],
+    json_path: Path | None,
+) -> None:
+    """Compare the outputs of each precision of the state with float64 over many tokens, on the CPU."""
+    if any(length % CHUNK for length in lengths):
+        raise click.UsageError(f"--tokens: expected multiples of {CHUNK}, got {lengths}")
+    record = Record(json_path, {"protocol": PRECISION_PROTOCOL})
+    for kind in kinds:
+        for regime in regimes:
+            schemes = [one for one in SCHEMES if not names or one.name in names]
+            for entry in study(kind, regime, sorted(set(lengths)), schemes, functools.partial(click.echo, err=True)):
+                record.add(entry)
+    click.echo(precision_tables(record.entries))
+
+
+@main.command()
 @click.argument("record", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 def report(record: Path) -> None:
-    """Print the steps of a benchmark's record as a Markdown table."""
-    click.echo(markdown_table(json.loads(record.read_text())["entries"]))
+    """Print a record of `bench` or `precision` as Markdown tables."""
+    entries = json.loads(record.read_text())["entries"]
+    click.echo(precision_tables(entries) if "scheme" in entries[0] else markdown_table(entries))
 
 
 @main.command()

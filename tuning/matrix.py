@@ -105,6 +105,17 @@ GOALS: dict[tuple[str, str, int, str], Goal] = {
     ("kimi-k3@tp8", "float32", 256, "nonflush"): Goal(ratio=1.08),
     ("kimi-k3@tp8", "float32", 1, "nonflush"): Goal(us=6.5),
 }
+# The same of steps of several tokens that read 8 records, any window: (layer, checkpoint dtype, rows, tokens).
+DRAFT_GOALS: dict[tuple[str, str, int, int], Goal] = {
+    **{(DEFAULT_MODEL, "float32", 256, tokens): Goal(ratio=1.12) for tokens in range(2, 17)},
+    (DEFAULT_MODEL, "float32", 256, 4): Goal(us=270, ratio=1.12),
+    (DEFAULT_MODEL, "float32", 256, 8): Goal(us=291, ratio=1.12),
+    (DEFAULT_MODEL, "float32", 32, 8): Goal(us=44),
+    (DEFAULT_MODEL, "bfloat16", 256, 8): Goal(us=165),
+    ("qwen3.5-122b-a10b", "float32", 256, 4): Goal(us=275),
+    ("qwen3.5-122b-a10b", "float32", 256, 8): Goal(us=300),
+    ("glm-5.3-flash", "float32", 256, 8): Goal(ratio=1.12),
+}
 
 
 @dataclass(frozen=True)
@@ -255,12 +266,15 @@ def _whats(options: Options, replay: ReplaySpec, rows: int, recurrence: Recurren
 
 
 def goal_of(subject: Subject, device: str | None) -> Goal | None:
-    """The goal of an entry, None where none is set: goals hold for one token of single layers on one device."""
-    replay = subject.replay
-    fits = (replay.window, replay.max_draft, replay.activation_dtype) == (16, 1, torch.bfloat16)
-    fits = fits and device is not None and "H200" in device
-    key = (subject.shape.name, dtype_name(replay.checkpoint_dtype), subject.rows, subject.what)
-    return GOALS.get(key) if fits else None
+    """The goal of an entry, None where none is set: goals hold for single layers on one device."""
+    replay, tokens = subject.replay, subject.replay.max_draft
+    if device is None or "H200" not in device or replay.activation_dtype != torch.bfloat16:
+        return None
+    layer = (subject.shape.name, dtype_name(replay.checkpoint_dtype), subject.rows)
+    if tokens == 1:
+        return GOALS.get((*layer, subject.what)) if replay.window == 16 else None
+    reads_all = subject.what == "nonflush" and replay.window >= RECORDS + tokens
+    return DRAFT_GOALS.get((*layer, tokens)) if reads_all else None
 
 
 def entry_of(

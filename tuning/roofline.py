@@ -109,15 +109,15 @@ def step_traffic(
     if not 0 <= live_records <= replay.window:
         raise ValueError(f"live_records: expected 0 to window={replay.window}, got {live_records}")
     sizes = bytes_per_slot(layer, replay)
-    state = sizes["checkpoint"]
+    state, copy = sizes["checkpoint"], sum(size for name, size in sizes.items() if name.startswith("read_"))
     record = (sizes["value"] + sizes["key"] + sizes["decay"]) // replay.ring_capacity
     activation = replay.activation_dtype.itemsize
     value = layer.num_v_heads * layer.head_dim * activation
     key = layer.num_k_heads * layer.d_state * activation
     inputs = value * (2 if has_z else 1) + 2 * key + _gate_bytes(layer, activation, gate_dtype.itemsize)
     return Traffic(
-        state_read_bytes=rows * state,
-        state_write_bytes=rows * state if folds else 0,
+        state_read_bytes=rows * (copy if copy and not folds else state),
+        state_write_bytes=rows * (state + copy) if folds else 0,
         records_bytes=rows * live_records * record,
         inputs_bytes=rows * num_tokens * inputs,
         outputs_bytes=rows * num_tokens * value,

@@ -11,7 +11,8 @@ can overflow. Between tokens the exponent G_s - G_i is summed from its own terms
 never subtracted from another, so strong decays do not cancel and an infinite one is harmless.
 
 Precision: a step computes with the u, k and decay of its own tokens, and with a state that it folds, as it has them
-in the compute dtype; they are rounded where they are stored and later steps see the rounded values.
+in the compute dtype; they are rounded where they are stored and later steps see the rounded values. Where a pool has
+read copies, rows that do not fold take S0 from theirs; a fold takes it from the checkpoint and writes both.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import Tensor
 from replayssm.cursors import Cursors
 from replayssm.inputs import Inputs, Mamba2Inputs
 from replayssm.pool import Pool
+from replayssm.reference import storage
 from replayssm.reference.recurrence import Tokens, tokens
 
 
@@ -61,7 +63,7 @@ def step(
     dtype = dtype or torch.float32
     fresh = tokens(inputs, dtype)
     if out is None:
-        out = fresh.value.new_empty(fresh.value.shape, dtype=pool.replay.activation_dtype)
+        out = fresh.value.new_zeros(fresh.value.shape, dtype=pool.replay.activation_dtype)
     if inputs.cu_seqlens is None:
         num_draft = fresh.value.shape[1]
         num_tokens, places = torch.full_like(cache_indices, num_draft, dtype=torch.int64), None
@@ -82,7 +84,10 @@ def step(
     A = inputs.A if isinstance(inputs, Mamba2Inputs) else None
 
     state = fold(pool, cursors, slots, count.where(folds, 0), A=A, dtype=dtype)
-    pool.checkpoint[slots[folds]] = state[folds].to(pool.checkpoint.dtype)
+    pool.checkpoint[slots[folds]] = storage.rounded(pool, state[folds], slots[folds], cursors)
+    if pool.replay.read_dtype is not None:
+        storage.write_copy(pool, slots[folds])
+        state = state.where(folds[:, None, None, None], storage.read_copy(pool, slots).to(dtype))
     pending = _records(pool, cursors, slots, count.where(~folds, 0), A, dtype)
     readout, update = _attend(state, pending, fresh)
     result = fresh.finish(readout.transpose(1, 2)).to(out.dtype)
@@ -160,6 +165,8 @@ def commit(
     accepted = num_tokens if num_accepted is None else num_accepted[rows].clamp(min=0).minimum(num_tokens)
     cursors.ring_start[slots] = (start + folded) % cursors.replay.ring_capacity
     cursors.num_committed[slots] = count - folded + accepted.to(count.dtype)
+    if cursors.fold_count is not None:
+        cursors.fold_count[slots] += folds.int()
 
 
 def flush(
@@ -184,6 +191,7 @@ def flush(
         _store(pool, cursors, slots, slots, count.long(), rate, dtype or torch.float32)
     cursors.ring_start[slots] = (cursors.ring_start[slots] + count) % cursors.replay.ring_capacity
     cursors.num_committed[slots] = 0
+    _count_folds(cursors, slots, slots, count)
 
 
 def materialize(
@@ -212,14 +220,23 @@ def materialize(
         _store(pool, cursors, read, write, count.long(), rate, dtype or torch.float32)
     cursors.ring_start[write] = 0
     cursors.num_committed[write] = 0
+    _count_folds(cursors, read, write, count)
 
 
 def _store(
     pool: Pool, cursors: Cursors, read: Tensor, write: Tensor, count: Tensor, A: Tensor | None, dtype: torch.dtype
 ) -> None:
     """`fold` rounded into the checkpoints of `write`; without records it is a copy of bits, of -0 and NaN too."""
-    state = fold(pool, cursors, read, count, A=A, dtype=dtype).to(pool.checkpoint.dtype)
+    state = storage.rounded(pool, fold(pool, cursors, read, count, A=A, dtype=dtype), read, cursors)
     pool.checkpoint[write] = state.where((count > 0)[:, None, None, None], pool.checkpoint[read])
+    storage.write_copy(pool, write)
+    if pool.seed is not None:
+        pool.seed[write] = pool.seed[read]
+
+
+def _count_folds(cursors: Cursors, read: Tensor, write: Tensor, count: Tensor) -> None:
+    if cursors.fold_count is not None:
+        cursors.fold_count[write] = cursors.fold_count[read] + (count > 0).int()
 
 
 def live_rows(cache_indices: Tensor, pad_slot_id: int, num_tokens: Tensor | None = None) -> tuple[Tensor, Tensor]:

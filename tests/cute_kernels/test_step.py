@@ -268,6 +268,9 @@ def test_slots_may_lie_in_an_engines_pages(page_bytes: int, num_draft: int, base
     target = torch.tensor(sorted(set(range(7)) - set(packed.slots.tolist()))[-1:], device=device)
     for work in (packed, paged):
         replayssm.copy_slots(work.cursors, source, target, pools=[work.pool])
+        A = [work.inputs.A] if base.recurrence == "mamba2" else None
+        replayssm.materialize(work.cursors, source, target, None, pools=[work.pool], A=A)
+        replayssm.flush(work.cursors, work.slots, pools=[work.pool], A=A)
     assert all(same_bytes(a, b) for a, b in zip(packed.written(), paged.written(), strict=True))
 
 

@@ -130,6 +130,14 @@ def per_token(inputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return inputs._replace(**{name: change(t) for name, t in tokens_of(inputs).items()})
 
 
+def of_one_key(inputs: Any) -> Any:
+    """Tokens of a delta rule with nearly one key and nothing forgotten: each takes back most of what the one before
+    wrote. Random keys are nearly orthogonal, and forgive whatever is done to the system that couples the tokens."""
+    key, strength = inputs.k, "b" if isinstance(inputs, GdnInputs) else "beta"
+    given = with_parts(inputs, key=key[:, :1] + key * 0.1, gate=torch.full_like(part(inputs, "gate"), -20.0))
+    return given._replace(**{strength: torch.full_like(getattr(inputs, strength), 3.0)})
+
+
 def decay_record(inputs: Inputs, dtype: torch.dtype) -> Tensor:
     """What each token's decay record holds, [rows, T, HV], KDA [rows, T, HV, K]."""
     if isinstance(inputs, Mamba2Inputs):
@@ -229,7 +237,7 @@ def random_pool(
     key = torch.randn(pool.key.shape, generator=generator)
     pool.key.copy_(key if layer.recurrence == "mamba2" else recurrence.l2norm(key, 0.0))
     pool.decay.copy_(_decays(layer, pool.decay.shape, generator))
-    for ring in pool.tensors[1:]:
+    for ring in (pool.value, pool.key, pool.decay):
         ring.masked_fill_(~(live[..., None] if ring.dim() == 4 else live), float("nan"))
     return pool
 

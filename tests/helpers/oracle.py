@@ -405,6 +405,9 @@ class Trace:
         if self.case.recurrence != "mamba2":  # the records are no inputs, and rounded too
             stored.append(self.case.activation)
         findings += excess("state", *states, self.state, keep=(1,), dtype=min(stored, key=lambda dtype: dtype.itemsize))
+        if {self.case.activation, *stored} == {F32}:  # the twin is the measure; its own is the recurrence
+            findings += excess("twin's output", twin, torch.cat(self.outputs["torch"]), exact, keep=(1, 2))
+            findings += excess("twin's state", states[1], self.rounded, self.state, keep=(1,), dtype=F32)
         for name in ("ring_start", "num_committed"):
             if not torch.equal(getattr(self.work.cursors, name), getattr(self.twin.cursors, name)):
                 findings.append(f"{name}: not what the rule says")

@@ -218,7 +218,11 @@ def test_goals_hold_for_one_layer_on_one_device() -> None:
     assert goal_of(subject, None) is None
     assert goal_of(Subject(lookup("nemotron-3-super", tp=2), subject.replay, 256, "nonflush"), H200) is None
     assert goal_of(case("nonflush", window=32), H200) is None
-    assert goal_of(case("nonflush", tokens=4, accepted=2.0), H200) is None
+    four = case("nonflush", tokens=4, accepted=2.0)
+    assert goal_of(four, H200) == Goal(us=270, ratio=1.12)
+    assert goal_of(case("flush", tokens=4, accepted=2.0), H200) is None
+    assert goal_of(case("nonflush", tokens=16, accepted=2.0, window=24), H200) == Goal(ratio=1.12)
+    assert goal_of(case("nonflush", tokens=16, accepted=2.0, window=20), H200) is None
     assert "goal" not in entry_of(subject, {"median_us": 1.0}, device=None)
 
 

@@ -75,6 +75,15 @@ def test_one_small_step_counted_by_hand() -> None:
     assert traffic.total_bytes == sum(parts)
 
 
+def test_steps_read_the_copy_and_folds_write_both() -> None:
+    layer = LayerSpec("mamba2", num_v_heads=4, num_k_heads=2, head_dim=32, d_state=64)
+    replay = ReplaySpec(window=4, read_dtype="nvfp4")
+    state, copy = 4 * 32 * 64 * 4, 4 * 32 * (64 // 2 + 64 // 16) + 4 * 2 * 4
+    read, fold = (step_traffic(layer, replay, rows=3, live_records=2, folds=folds) for folds in (False, True))
+    assert (read.state_read_bytes, read.state_write_bytes) == (3 * copy, 0)
+    assert (fold.state_read_bytes, fold.state_write_bytes) == (3 * state, 3 * (state + copy))
+
+
 def test_the_kind_of_a_step_decides_its_rate() -> None:
     rates = Rates(read=10.0, read_write=5.0)
     kept = step_traffic(SUPER, ReplaySpec(), rows=1, live_records=3)

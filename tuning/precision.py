@@ -1,0 +1,300 @@
+"""How far each precision of the state takes the outputs from float64, over thousands of teacher-forced tokens.
+
+One sequence of random tokens runs through the float64 recurrence and, in steps of `STEP` tokens that are all accepted,
+through the torch twin of each scheme, in float32 arithmetic. Records are float32 where a scheme does not say otherwise,
+so that what differs is how the state is stored. An error is |y - exact| / |exact| over the channels of one head at one
+token; the output is S q alone, without skip or gate. Errors are those of the `SAMPLE` tokens before each length, in
+steps that do not fold (a step that folds reads a state that is not rounded yet). The state's error is that of the
+stored checkpoint against the float64 state, over all heads, where every record has just been folded.
+
+Inputs: q, k, v (C, B, x) are silu of normal numbers, as the convolution before the layer leaves them, rounded to
+bfloat16; gates are normal numbers. The regimes of the decays:
+
+* init: parameters as the initialisation in Hugging Face's modeling code: Mamba-2 A in [1, 16], dt in [0.001, 0.1];
+  Gated DeltaNet A in (0, 16], dt_bias 1 (modeling_qwen3_next), which forgets within a token or two; Kimi Delta
+  Attention A in [1, 16], dt_bias from dt in [0.001, 0.1] a channel (modeling_kimi_linear).
+* long: heads, or channels of a head, that remember 16 to 8192 tokens, as trained models have them beside short ones.
+* near-one: adversarial, a decay of about exp(-1e-6) a token: nothing is forgotten.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from replayssm import GdnInputs, KdaInputs, LayerSpec, Mamba2Inputs, Pool, ReplaySpec, make_cursors, make_pool
+from replayssm.inputs import Inputs
+from replayssm.reference import formats, philox, quant, recurrence, replay
+from replayssm.spec import Recurrence
+
+F32, F16, BF16, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
+HEADS, KEY_HEADS, WINDOW, STEP, SAMPLE, CHUNK = 4, 2, 16, 4, 512, 256
+LAYERS: dict[Recurrence, LayerSpec] = {
+    "mamba2": LayerSpec("mamba2", HEADS, KEY_HEADS, 64, 128),
+    "gdn": LayerSpec("gdn", HEADS, KEY_HEADS, 128, 128),
+    "kda": LayerSpec("kda", HEADS, HEADS, 128, 128),
+}
+REGIMES = ("init", "long", "near-one")
+MEMORY = (16.0, 8192.0)  # tokens
+MAX_TOKENS = 131_072
+SPEC = ReplaySpec(WINDOW, STEP, F32, F32)
+Store = Callable[[Pool, int], None]
+
+
+class Scheme(NamedTuple):
+    """A precision of the state.
+
+    Args:
+        name: as the tables call it.
+        bits: of a value in the memory that a step reads, scales included, and in the checkpoint, which a fold reads.
+        replay: what the pool is made of.
+        store: what happens to the pool's states after the fold of that number; for schemes that no spec has.
+    """
+
+    name: str
+    bits: tuple[float, float]
+    replay: ReplaySpec
+    store: Store | None = None
+
+
+def shared(read_dtype: Any) -> Store:
+    """The checkpoint itself is stored as a read copy would be."""
+
+    def store(pool: Pool, fold: int) -> None:
+        pool.checkpoint.copy_(quant.decode(quant.encode(pool.checkpoint, read_dtype), read_dtype))
+
+    return store
+
+
+def shared_stochastic(form: formats.Stochastic, largest: float) -> Store:
+    """The checkpoint is e4m3 or int8 with a scale a row, rounded stochastically."""
+
+    def store(pool: Pool, fold: int) -> None:
+        heads, rows, columns = pool.checkpoint.shape[1:]
+        scale = pool.checkpoint.abs().amax(-1, keepdim=True).clamp_min(quant.LEAST_SCALE) / largest
+        words = philox.state_words(torch.zeros(1).long(), torch.tensor([fold]), (heads, rows, columns // 4))
+        pool.checkpoint.copy_(formats.round_stochastic(pool.checkpoint / scale, form, words) * scale)
+
+    return store
+
+
+def plain_scales(pool: Pool, fold: int) -> None:
+    """The NVFP4 copy takes each block's scale from its largest value."""
+    for name, part in quant.encode(pool.checkpoint, "nvfp4", quant.PLAIN).items():
+        getattr(pool, f"read_{name}").copy_(part)
+
+
+def two_axes(pool: Pool, fold: int) -> None:
+    """NVFP4 after division by column scales, held in float16, whose own error is a hundredth of NVFP4's."""
+    columns = quant.fit_columns(pool.checkpoint)
+    assert pool.read_codes is not None
+    pool.read_codes.copy_(quant.decode(quant.encode(pool.checkpoint / columns, "nvfp4"), "nvfp4") * columns)
+
+
+def _read(dtype: Any, checkpoint: torch.dtype = F32, **changes: Any) -> ReplaySpec:
+    return replace(SPEC, checkpoint_dtype=checkpoint, read_dtype=dtype, **changes)
+
+
+NVFP4 = 4 + 8 / 16 + 32 / (16 * 128)
+ROW_8 = 8 + 32 / 128
+SCHEMES = (
+    Scheme("fp32", (32, 32), SPEC),
+    Scheme("fp32, bf16 records", (32, 32), replace(SPEC, activation_dtype=BF16)),
+    Scheme("fp16", (16, 16), replace(SPEC, checkpoint_dtype=F16)),
+    Scheme("fp16 SR", (16, 16), replace(SPEC, checkpoint_dtype=F16, rounding="stochastic")),
+    Scheme("bf16", (16, 16), replace(SPEC, checkpoint_dtype=BF16)),
+    Scheme("bf16 SR", (16, 16), replace(SPEC, checkpoint_dtype=BF16, rounding="stochastic")),
+    Scheme("shared int8", (ROW_8, ROW_8), SPEC, shared(torch.int8)),
+    Scheme("shared int8 SR", (ROW_8, ROW_8), SPEC, shared_stochastic("int8", formats.INT8_MAX)),
+    Scheme("shared fp8", (ROW_8, ROW_8), SPEC, shared(FP8)),
+    Scheme("shared fp8 SR", (ROW_8, ROW_8), SPEC, shared_stochastic("e4m3", formats.E4M3_MAX)),
+    Scheme("shared nvfp4", (NVFP4, NVFP4), SPEC, shared("nvfp4")),
+    Scheme("fp32 + bf16 read", (16, 32), _read(BF16)),
+    Scheme("fp32 + int8 read", (ROW_8, 32), _read(torch.int8)),
+    Scheme("fp32 + fp8 read", (ROW_8, 32), _read(FP8)),
+    Scheme("fp32 + mxfp8 read", (8.25, 32), _read("mxfp8")),
+    Scheme("fp32 + nvfp4 read, amax", (NVFP4, 32), _read("nvfp4"), plain_scales),
+    Scheme("fp32 + nvfp4 read", (NVFP4, 32), _read("nvfp4")),
+    Scheme("fp32 + nvfp4 read, two axes", (NVFP4 + 32 / 128, 32), _read(F16), two_axes),
+    Scheme("fp16 SR + nvfp4 read", (NVFP4, 16), _read("nvfp4", F16, rounding="stochastic")),
+    Scheme("bf16 SR + nvfp4 read", (NVFP4, 16), _read("nvfp4", BF16, rounding="stochastic")),
+    Scheme("fp32 + nvfp4 read, bf16 records", (NVFP4, 32), _read("nvfp4", activation_dtype=BF16)),
+)
+
+
+def _inverse_softplus(dt: Tensor) -> Tensor:
+    return dt + torch.log(-torch.expm1(-dt))
+
+
+def _log_uniform(low: float, high: float, *shape: int) -> Tensor:
+    """Quantiles of a log-uniform distribution, in a fixed shuffled order."""
+    count = math.prod(shape)
+    share = (torch.randperm(count, generator=torch.Generator().manual_seed(1)) + 0.5) / count
+    return torch.exp(math.log(low) + share * math.log(high / low)).view(shape)
+
+
+def parameters(kind: Recurrence, regime: str) -> dict[str, Tensor]:
+    """A (A_log) and dt_bias of a layer."""
+    shape = (HEADS, LAYERS[kind].d_state) if kind == "kda" else (HEADS,)
+    rate = (torch.arange(HEADS) + 0.5) / HEADS * (16.0 if kind == "gdn" else 15.0) + (0.0 if kind == "gdn" else 1.0)
+    dt = _log_uniform(1e-3, 1e-1, *shape)
+    bias = torch.ones(HEADS) if kind == "gdn" else _inverse_softplus(dt)
+    if regime != "init":
+        decay = torch.full(shape, 1e-6) if regime == "near-one" else 1 / _log_uniform(*MEMORY, *shape)
+        if kind == "mamba2":  # dt is also the size of an update
+            rate = decay / dt
+        else:
+            rate, bias = torch.ones(HEADS), _inverse_softplus(decay)
+    return {"A": -rate, "dt_bias": bias} if kind == "mamba2" else {"A_log": rate.log(), "dt_bias": bias}
+
+
+def draw(kind: Recurrence, regime: str, tokens: int, generator: torch.Generator) -> Inputs:
+    """So many tokens of one row."""
+    layer = LAYERS[kind]
+    given: dict[str, Any] = parameters(kind, regime)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(1, tokens, *shape, generator=generator)
+
+    def projected(*shape: int) -> Tensor:
+        return torch.nn.functional.silu(normal(*shape)).bfloat16().float()
+
+    q, k = (projected(layer.num_k_heads, layer.d_state) for _ in range(2))
+    v, gate = projected(HEADS, layer.head_dim), normal(HEADS)
+    if kind == "mamba2":
+        return Mamba2Inputs(v, gate, k, q, dt_softplus=True, **given)
+    if kind == "gdn":
+        return GdnInputs(q, k, v, gate, normal(HEADS), **given)
+    return KdaInputs(q, k, v, normal(HEADS, layer.d_state), gate, **given)
+
+
+def _tokens(inputs: Any, first: int, last: int, dtype: torch.dtype = F32) -> Any:
+    """Some tokens of a row; what is projected in `dtype`."""
+    cut = {name: t[:, first:last] for name, t in inputs._asdict().items() if isinstance(t, Tensor) and t.dim() > 2}
+    return inputs._replace(**{n: t.to(dtype) if n in ("x", "B", "C", "q", "k", "v") else t for n, t in cut.items()})
+
+
+class Run:
+    """One scheme on its way through the tokens."""
+
+    def __init__(self, scheme: Scheme, layer: LayerSpec) -> None:
+        self.scheme, self.folds = scheme, 0
+        self.pool, self.cursors = make_pool(layer, scheme.replay, 1), make_cursors(scheme.replay, 1)
+
+    def step(self, inputs: Any) -> tuple[Tensor, bool]:
+        """Outputs of `STEP` tokens, and whether they come from a folded state."""
+        value = inputs.x if isinstance(inputs, Mamba2Inputs) else inputs.v
+        row, out = torch.zeros(1, dtype=torch.int64), torch.zeros(value.shape, dtype=F32)
+        folds = int(self.cursors.num_committed[0]) + STEP > WINDOW
+        replay.step(self.pool, self.cursors, inputs, cache_indices=row, out=out)
+        if folds and self.scheme.store is not None:
+            self.scheme.store(self.pool, self.folds)
+        self.folds += folds
+        replay.commit(self.cursors, cache_indices=row, num_draft=STEP)
+        return out, folds
+
+    def state(self, A: Tensor | None) -> Tensor:
+        """The state that the checkpoint will be with all records, rounded as a fold rounds it."""
+        slot, count = torch.zeros(1, dtype=torch.int64), self.cursors.num_committed.long()
+        return replay.fold(self.pool, self.cursors, slot, count, A=A, dtype=F32)
+
+
+def study(
+    kind: Recurrence,
+    regime: str,
+    lengths: Sequence[int],
+    schemes: Sequence[Scheme] = SCHEMES,
+    say: Callable[[str], object] = lambda text: None,
+) -> Iterator[dict[str, Any]]:
+    """An entry for each length and scheme.
+
+    Args:
+        lengths: ascending multiples of `CHUNK`, `SAMPLE` or more.
+        say: is told how far the run is.
+    """
+    layer, generator = LAYERS[kind], torch.Generator().manual_seed(0)
+    runs = [Run(scheme, layer) for scheme in schemes]
+    exact = torch.zeros(1, HEADS, layer.head_dim, layer.d_state, dtype=torch.float64)
+    errors: list[list[Tensor]] = [[] for _ in runs]
+    began = time.perf_counter()
+    for first in range(0, lengths[-1], CHUNK):
+        inputs = draw(kind, regime, CHUNK, generator)
+        want, exact = recurrence.run(inputs, exact)
+        due = next(length for length in lengths if length > first)
+        for run, found in zip(runs, errors, strict=True):
+            for at in range(0, CHUNK, STEP):
+                out, folded = run.step(_tokens(inputs, at, at + STEP, run.scheme.replay.activation_dtype))
+                if not folded and first + at >= due - SAMPLE:
+                    found.append(relative(out, want[:, at : at + STEP], 1))
+        if first + CHUNK < due:
+            continue
+        for run, found in zip(runs, errors, strict=True):
+            state = relative(run.state(getattr(inputs, "A", None)), exact, 4)
+            yield entry(kind, regime, run.scheme, due, torch.cat(found, 1), float(state))
+            found.clear()
+        say(f"{kind} {regime}: {due} tokens, {time.perf_counter() - began:.0f} s")
+
+
+def relative(got: Tensor, exact: Tensor, axes: int) -> Tensor:
+    """Relative 2-norm of the error over the last axes."""
+    over = tuple(range(-axes, 0))
+    return torch.linalg.vector_norm(got - exact, dim=over) / torch.linalg.vector_norm(exact, dim=over)
+
+
+def entry(kind: Recurrence, regime: str, scheme: Scheme, tokens: int, errors: Tensor, state: float) -> dict[str, Any]:
+    """A record of one scheme at one length."""
+    return {
+        "recurrence": kind,
+        "regime": regime,
+        "scheme": scheme.name,
+        "bits_read": round(scheme.bits[0], 3),
+        "bits_checkpoint": round(scheme.bits[1], 3),
+        "tokens": tokens,
+        "mean": float(f"{float(errors.mean()):.4g}"),
+        "p99": float(f"{float(errors.flatten().double().quantile(0.99)):.4g}"),
+        "state_error": float(f"{state:.4g}"),
+    }
+
+
+def precision_tables(entries: Iterable[Mapping[str, Any]]) -> str:
+    """Markdown, errors in percent: for each length the schemes by recurrence and regime, mean / 99th percentile; for
+    more than two lengths one table of the means."""
+    found = list(entries)
+    lengths = sorted({one["tokens"] for one in found})
+    if len(lengths) > 2:
+        return _by_length(found, lengths)
+    return "\n\n".join(_at_length(found, tokens) for tokens in lengths)
+
+
+def _at_length(entries: Sequence[Mapping[str, Any]], tokens: int) -> str:
+    at = {(one["scheme"], one["recurrence"], one["regime"]): one for one in entries if one["tokens"] == tokens}
+    columns = list(dict.fromkeys(key[1:] for key in at))
+    lines = [f"| {tokens} tokens | bits read | " + " | ".join(map(" ".join, columns)) + " |"]
+    lines.append("|---|---|" + "---|" * len(columns))
+    for name, bits in dict.fromkeys((one["scheme"], one["bits_read"]) for one in at.values()):
+        row = [at.get((name, *column)) for column in columns]
+        texts = ["" if one is None else f"{_percent(one['mean'])} / {_percent(one['p99'])}" for one in row]
+        lines.append(f"| {name} | {bits:g} | " + " | ".join(texts) + " |")
+    return "\n".join(lines)
+
+
+def _by_length(entries: Sequence[Mapping[str, Any]], lengths: Sequence[int]) -> str:
+    lines = ["| tokens | | " + " | ".join(map(str, lengths)) + " |", "|---|---|" + "---|" * len(lengths)]
+    rows: dict[tuple[str, str], dict[int, float]] = {}
+    for one in entries:
+        where = f"{one['recurrence']} {one['regime']}"
+        rows.setdefault((one["scheme"], where), {})[one["tokens"]] = one["mean"]
+    for (name, where), means in rows.items():
+        texts = [_percent(means[tokens]) if tokens in means else "" for tokens in lengths]
+        lines.append(f"| {name} | {where} | " + " | ".join(texts) + " |")
+    return "\n".join(lines)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2g}"
