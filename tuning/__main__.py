@@ -49,7 +49,13 @@ def main() -> None:
 
 
 @main.command()
-@click.option("--model", "models", multiple=True, default=(DEFAULT_MODEL,), help="Model of the layer; repeatable.")
+@click.option(
+    "--model",
+    "models",
+    multiple=True,
+    default=(DEFAULT_MODEL,),
+    help="Model of the layer, or a config.json; repeatable.",
+)
 @click.option("--tp", "tps", multiple=True, default=(1,), type=click.IntRange(min=1), help="Shards; repeatable.")
 @click.option("--all", "all_models", is_flag=True, help="The released layers of one recurrence, instead of --model.")
 @click.option("--recurrence", type=click.Choice(tuple(ALL_MODELS)), help="With --all: which; mamba2 when left out.")

@@ -7,14 +7,15 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
 import replayssm
-from replayssm.spec import ReplaySpec
+from replayssm.spec import LayerSpec, ReplaySpec
 from tuning import workload
-from tuning.shapes import ModelShape, lookup
+from tuning.shapes import ModelShape
 
 TIMEOUT_S = 120.0
 
@@ -47,14 +48,14 @@ def first_call_in_new_process(shape: ModelShape, replay: ReplaySpec, rows: int, 
     """`first_call` in a process of its own.
 
     Args:
-        shape: one that `shapes.lookup` knows by its name.
+        shape: of the layer.
         cache: folder of the cache on disk, empty for a cold call.
 
     Raises:
         RuntimeError: the process failed; the message holds the end of what it wrote.
     """
     facts = [replay.window, replay.max_draft, replay.checkpoint_dtype, replay.activation_dtype, rows]
-    words = [shape.name, *(str(fact).removeprefix("torch.") for fact in facts)]
+    words = [json.dumps(asdict(shape)), *(str(fact).removeprefix("torch.") for fact in facts)]
     done = subprocess.run(
         [sys.executable, "-m", "tuning.first_call", *words],
         env={**os.environ, "REPLAYSSM_CACHE": cache},
@@ -69,10 +70,12 @@ def first_call_in_new_process(shape: ModelShape, replay: ReplaySpec, rows: int, 
 
 
 def main(words: list[str]) -> None:
-    """Entry point of the new process: model, window, T, checkpoint dtype, activation dtype, rows; prints JSON."""
-    name, window, num_tokens, checkpoint, activation, rows = words
+    """Entry point of the new process: shape, window, T, checkpoint dtype, activation dtype, rows; prints JSON."""
+    text, window, num_tokens, checkpoint, activation, rows = words
+    facts = json.loads(text)
+    shape = ModelShape(**{**facts, "layer": LayerSpec(**facts["layer"])})
     replay = ReplaySpec(int(window), int(num_tokens), getattr(torch, checkpoint), getattr(torch, activation))
-    print(json.dumps(first_call(lookup(name), replay, int(rows))))
+    print(json.dumps(first_call(shape, replay, int(rows))))
 
 
 if __name__ == "__main__":

@@ -88,12 +88,18 @@ def lookup(name: str, *, tp: int = 1) -> ModelShape:
     """The shape of a model, or of one of its tensor-parallel shards.
 
     Args:
-        name: one of `names()`, or a shard's own name such as "nemotron-3-super@tp4"; case does not matter.
+        name: one of `names()`, or a shard's own name such as "nemotron-3-super@tp4", case does not matter; or the path
+            of a config.json of Hugging Face.
         tp: devices that share the heads.
 
     Raises:
-        ValueError: no such model (the message lists them), or the heads cannot be shared by `tp`.
+        ValueError: no such model (the message lists them) or no such file (see `tuning.model_config`), or the heads
+            cannot be shared by `tp`.
     """
+    if name.endswith(".json"):
+        from tuning.model_config import shape_of_config
+
+        return shard(shape_of_config(name), tp)
     wanted, _, suffix = name.lower().partition("@tp")
     if suffix.isdigit():
         tp *= int(suffix)

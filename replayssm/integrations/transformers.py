@@ -43,7 +43,7 @@ import inspect
 import itertools
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +57,11 @@ from replayssm.plan import plan_step
 from replayssm.pool import make_pool
 from replayssm.spec import LayerSpec, ReplaySpec
 
-__all__ = ["FAMILIES", "Statistics", "disable", "enable", "generate_speculative", "layer_specs", "prompt_lookup"]
+if TYPE_CHECKING:
+    from cute_kernels.configs import Options
+
+__all__ = ["FAMILIES", "Statistics", "disable", "enable", "generate_speculative", "layer_options", "layer_specs",
+           "prompt_lookup"]  # fmt: skip
 
 _ON_MODEL = "_replayssm_hook"
 _KINDS = "Mamba-2, Gated DeltaNet or Kimi Delta Attention layers"
@@ -193,6 +197,18 @@ def layer_specs(model: nn.Module) -> list[LayerSpec]:
         NotImplementedError: no layer of a supported family.
     """
     return [_family_of(mixer).geometry(mixer) for mixer in _find_mixers(model).values()]
+
+
+def layer_options(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> list[Options]:
+    """What `plan_step` and `warmup` must know of each state-space layer beside its geometry.
+
+    Args:
+        dtype: of the activations.
+
+    Raises:
+        NotImplementedError: no layer of a supported family.
+    """
+    return [_family_of(mixer).options(mixer, dtype_name(dtype)) for mixer in _find_mixers(model).values()]
 
 
 class _MixerForward:

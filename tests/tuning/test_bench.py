@@ -306,8 +306,12 @@ def test_first_call_hands_its_facts_to_the_new_process(monkeypatch) -> None:
     replay = ReplaySpec(window=5, max_draft=3, checkpoint_dtype=torch.float16)
     measured = first_call.first_call_in_new_process(TINY, replay, 8, "a folder")
     assert measured == {"median_us": 5.0, "import_us": 1.0}
-    assert seen["command"][1:] == ["-m", "tuning.first_call", "tiny", "5", "3", "float16", "bfloat16", "8"]
+    assert seen["command"][1:3] == ["-m", "tuning.first_call"]
     assert seen["cache"] == "a folder"
+    called = []
+    monkeypatch.setattr(first_call, "first_call", lambda *facts: called.append(facts) or {})
+    first_call.main(seen["command"][3:])
+    assert called == [(TINY, replay, 8)]
 
 
 def test_dry_run_prints_the_plan_without_a_gpu() -> None:
