@@ -26,6 +26,16 @@ class PoolTensors:
 
 
 @dataclass(frozen=True)
+class CopyTensors:
+    """codes [slots, HV, V, K or bytes]; scale [slots, HV, V] float32 or [slots, bytes]; tile_scale [slots, HV, V / 16];
+    None where the format has no such part."""
+
+    codes: cute.Tensor
+    scale: cute.Tensor | None
+    tile_scale: cute.Tensor | None
+
+
+@dataclass(frozen=True)
 class CursorTensors:
     """ring_start, num_committed [slots] int32."""
 

@@ -11,4 +11,5 @@ CUTLASS_DTYPE = {
     "int32": cutlass.Int32,
     "int64": cutlass.Int64,
     "uint8": cutlass.Uint8,
+    "int8": cutlass.Int8,
 }

@@ -79,13 +79,13 @@ def _reshape_remedy(name: str, tensor: Tensor, shape: Sequence[int | None]) -> s
 
 
 def check_slots(name: str, slots: object, cursors: Cursors) -> Tensor:
-    """Refuse anything but an integer vector on the cursors' device; returns it as int64."""
+    """Refuse anything but an integer vector on the cursors' device; returns it."""
     length = slots.shape[0] if isinstance(slots, Tensor) and slots.dim() else None
     check_tensor(name, slots, (length,), (torch.int64, torch.int32), cursors.device)
     assert isinstance(slots, Tensor)
     if debug.DEBUG and slots.numel() and not 0 <= int(slots.min()) <= int(slots.max()) < cursors.num_slots:
         raise ValueError(f"{name}: expected slots of 0 to {cursors.num_slots - 1}, got {slots.tolist()}")
-    return slots.long()
+    return slots
 
 
 def check_commit(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from cute_kernels.configs import (
     GdnOptions,
     KdaOptions,
@@ -14,15 +12,15 @@ from cute_kernels.configs import (
     StepConfig,
     StepKey,
 )
-from replayssm.spec import LayerSpec, Recurrence, ReplaySpec
+from replayssm.spec import LayerSpec, ReadDtype, Recurrence, ReplaySpec
 
 DEFAULT_ROWS = RowOptions()
 # For what depends on the recurrence alone, not on a step's inputs: a fold, and whether a configuration fits.
 ANY_OPTIONS: dict[Recurrence, Options] = {"mamba2": Mamba2Options(), "gdn": GdnOptions(1.0), "kda": KdaOptions(1.0)}
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype as the kernels know it, e.g. "bfloat16"."""
+def dtype_name(dtype: ReadDtype) -> str:
+    """The name of a dtype as the kernels know it, e.g. "bfloat16" or "nvfp4"."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -288,15 +288,16 @@ class KernelModules(NamedTuple):
     commit: Any
     materialize: Any
     empty: Any
+    encode: Any
 
 
 def kernel_modules() -> KernelModules:
     """The kernel modules, which import the compiler."""
     try:
-        from cute_kernels import commit, empty, materialize, step
+        from cute_kernels import commit, empty, encode, materialize, step
     except ImportError as error:
         raise NotImplementedError(
             "CUDA tensors need nvidia-cutlass-dsl and apache-tvm-ffi, which do not import here; "
             "pip install 'nvidia-cutlass-dsl[cu13]>=4.8' apache-tvm-ffi, or move the tensors to the CPU"
         ) from error
-    return KernelModules(step, commit, materialize, empty)
+    return KernelModules(step, commit, materialize, empty, encode)

@@ -1,4 +1,7 @@
-"""How `flush` and `materialize` reach their kernels: one launch for all layers of a geometry, then one for the cursors.
+"""How `flush`, `materialize` and `write_read_copy` reach their kernels.
+
+The first two launch one for all layers of a geometry, one for the read copies of each layer that has them, and one for
+the cursors.
 
 Tables on the device say where the layers' memory lies. The first call makes them, later ones find them by their
 contents: memory that moved, or a pool that was built anew, has another table, and one that a captured graph reads stays
@@ -28,16 +31,21 @@ Rows = tuple[Tensor, Tensor | None, Tensor | None]  # source, destination, num_r
 
 @dataclass(frozen=True, eq=False)
 class ModelLaunch:
-    """The kernels of a call, in their order: of each geometry with its table of layers, and of the cursors."""
+    """The kernels of a call, in their order: of each geometry with its table of layers, of each pool's read copies
+    (None where it has none), and of the cursors."""
 
     layers: list[tuple[Callable[..., None], Tensor]]
+    copies: list[Callable[..., None] | None]
     empty: Callable[..., None]
 
-    def __call__(self, cursors: Cursors, rows: Rows) -> None:
+    def __call__(self, cursors: Cursors, rows: Rows, pools: tuple[Pool, ...]) -> None:
         tensors = (cursors.ring_start, cursors.num_committed)
         for kernel, table in self.layers:
             kernel(table, tensors, rows)
         source, destination, _ = rows
+        for copy, pool in zip(self.copies, pools, strict=True):
+            if copy is not None:
+                copy(pool.checkpoint, pool.read_parts, (source, destination, None))
         self.empty(tensors, (source, destination, None), cursors.replay.window, cursors.replay.ring_capacity)
 
 
@@ -53,11 +61,7 @@ def cuda_materialize(
 
     Arguments are checked. Layers of one geometry (`LayerSpec` and `ReplaySpec`) share a launch, whatever their strides.
     """
-    if source.shape[0] > launch.MAX_ROWS:
-        name = "slots" if destination is None else "source"
-        raise NotImplementedError(
-            f"{name}: a launch takes up to {launch.MAX_ROWS} rows, got {source.shape[0]}; split them into several calls"
-        )
+    _check_rows("slots" if destination is None else "source", source)
     if source.shape[0] == 0:  # nothing to launch
         return
     layers = tuple((pool.layer, pool.replay, table_row(pool, rate)) for pool, rate in zip(pools, A, strict=True))
@@ -65,12 +69,60 @@ def cuda_materialize(
     made = cursors.launches.get(signature)
     if made is None:
         made = cursors.launches[signature] = _make_launch(cursors, *signature)
-    made(cursors, (source, destination, num_records))
+    made(cursors, (source, destination, num_records), pools)
+
+
+def cuda_write_read_copy(slots: Tensor, pools: tuple[Pool, ...]) -> None:
+    """Make the read copies of some slots; negative ones are padding. Arguments are checked."""
+    _check_rows("slots", slots)
+    if slots.shape[0] == 0:  # nothing to launch
+        return
+    for pool in pools:
+        if pool.replay.read_dtype is not None:
+            signature = ("write_read_copy", slots.dtype)
+            kernel = pool.launches.get(signature)
+            if kernel is None:
+                arch = launch.arch_of(pool.device)
+                kernel = pool.launches[signature] = copy_kernel(pool.layer, pool.replay, arch, slots.dtype, False)
+            assert kernel is not None
+            kernel(pool.checkpoint, pool.read_parts, (slots, None, None))
+
+
+def copy_kernel(
+    layer: LayerSpec, replay: ReplaySpec, arch: str, index_dtype: torch.dtype, has_destination: bool
+) -> Callable[..., None] | None:
+    """The kernel of a layer's read copies, None where it has none.
+
+    Raises:
+        NotImplementedError: no kernel exists for this layer; the message names the limit.
+    """
+    if replay.read_dtype is None:
+        return None
+    module = launch.kernel_modules().encode
+    if reason := module.invalid_reason(layer.head_dim, layer.d_state):
+        raise NotImplementedError(reason)
+    key = module.EncodeKey(
+        num_v_heads=layer.num_v_heads,
+        head_dim=layer.head_dim,
+        d_state=layer.d_state,
+        checkpoint_dtype=dtype_name(replay.checkpoint_dtype),
+        read_dtype=dtype_name(replay.read_dtype),
+        index_dtype=dtype_name(index_dtype),
+        has_destination=has_destination,
+    )
+    return module.kernel(key, arch)
+
+
+def _check_rows(name: str, rows: Tensor) -> None:
+    if rows.shape[0] > launch.MAX_ROWS:
+        raise NotImplementedError(
+            f"{name}: a launch takes up to {launch.MAX_ROWS} rows, got {rows.shape[0]}; split them into several calls"
+        )
 
 
 def table_row(pool: Pool, rate: Tensor | None) -> Row:
     """What the kernel must know of a layer's memory: see `cute_kernels.materialize.TABLE_COLUMNS`."""
-    checkpoint, *rings = pool.tensors
+    checkpoint, *rings = pool.tensors[:4]
     words = [checkpoint.data_ptr(), checkpoint.stride(0), 0 if rate is None else rate.data_ptr(), 0]
     for ring in rings:
         words += [ring.data_ptr(), *ring.stride()[:3]]
@@ -95,8 +147,9 @@ def _make_launch(
         )
         table = torch.tensor(rows, dtype=torch.int64, device=cursors.device)
         made.append((modules.materialize.kernel(key, arch), table))
+    copies = [copy_kernel(layer, replay, arch, index_dtype, has_destination) for layer, replay, _ in layers]
     key = modules.empty.EmptyKey(dtype_name(index_dtype), has_destination)
-    return ModelLaunch(made, modules.empty.kernel(key, arch))
+    return ModelLaunch(made, copies, modules.empty.kernel(key, arch))
 
 
 def plan_fold(layer: LayerSpec, replay: ReplaySpec, arch: str, index_dtype: str) -> StepKey:

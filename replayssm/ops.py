@@ -2,8 +2,9 @@
 
 `reset` makes slots ready and `copy_slots` copies them as they are; `flush` and `materialize` fold records, in place and
 into other slots. docs/protocol.md says which an engine calls when. Nothing here waits for the device, and nothing is
-allocated when `out` is given, so that a CUDA graph can capture `step`, `commit`, `flush` and `materialize` once their
-kernels are loaded: call each once before, with as many rows, and the last two with the same pools and `A`.
+allocated when `out` is given, so that a CUDA graph can capture `step`, `commit`, `flush`, `materialize` and
+`write_read_copy` once their kernels are loaded: call each once before, with as many rows, and `flush` and `materialize`
+with the same pools and `A`.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ def reset(cursors: Cursors, slots: Tensor, *, pools: Iterable[Pool] = ()) -> Non
         TypeError, ValueError: `slots` is not an integer vector on the cursors' device, or a pool has other slots or
             another window or ring than the cursors.
     """
-    index, pools = checks.check_slots("slots", slots, cursors), checks.check_pools(cursors, pools)
+    index, pools = checks.check_slots("slots", slots, cursors).long(), checks.check_pools(cursors, pools)
     for name in cursors.names:
         getattr(cursors, name).index_fill_(0, index, 0)
     for pool in pools:
@@ -153,7 +154,8 @@ def copy_slots(cursors: Cursors, source: Tensor, destination: Tensor, *, pools: 
         TypeError, ValueError: the slots are not two integer vectors of one length on the cursors' device, or a pool has
             other slots or another window or ring than the cursors.
     """
-    read, write = checks.check_slots("source", source, cursors), checks.check_slots("destination", destination, cursors)
+    read = checks.check_slots("source", source, cursors).long()
+    write = checks.check_slots("destination", destination, cursors).long()
     if read.shape != write.shape:
         raise ValueError(f"destination: expected {tuple(read.shape)} as source, got {tuple(write.shape)}")
     pools = checks.check_pools(cursors, pools)
@@ -170,16 +172,21 @@ def write_read_copy(cursors: Cursors, slots: Tensor, *, pools: Iterable[Pool]) -
     The other verbs keep a copy up to date. Pools without copies are left alone.
 
     Args:
-        slots: [n] int64 or int32 of valid slots.
+        slots: [n] int64 or int32 of valid slots; a negative one is no padding here.
         cursors: of the pools.
         pools: read copies are written at `slots`.
 
     Raises:
         TypeError, ValueError: as `reset`.
+        NotImplementedError: no kernel for a pool's geometry or this GPU, more than 65535 slots, or nvidia-cutlass-dsl
+            is missing.
     """
-    index = checks.check_slots("slots", slots, cursors)
-    for pool in checks.check_pools(cursors, pools):
-        storage.write_copy(pool, index)
+    index, pools = checks.check_slots("slots", slots, cursors), checks.check_pools(cursors, pools)
+    if cursors.device.type == "cuda":
+        model_launch.cuda_write_read_copy(index, pools)
+        return
+    for pool in pools:
+        storage.write_copy(pool, index.long())
 
 
 def flush(cursors: Cursors, slots: Tensor, *, pools: Iterable[Pool], A: Iterable[Tensor | None] | None = None) -> None:

@@ -79,6 +79,10 @@ def _planned(
     if not isinstance(options, OPTIONS[layer.recurrence]):
         raise TypeError(f"options: expected {OPTIONS[layer.recurrence].__name__}, got {type(options).__name__}")
     replay.check_cuda()
+    if replay.read_dtype is not None and num_tokens:
+        raise NotImplementedError(
+            f"read_dtype: no CUDA kernel reads a copy so far, got {replay.read_dtype!r}; move the tensors to the CPU"
+        )
     key = step_key(layer, replay, options, num_tokens=num_tokens, rows=rows, ring_layout=ring_layout, config=config)
     source: tuned.Source = "explicit"
     if config is None:

@@ -98,6 +98,11 @@ class Pool:
         return ("checkpoint", *(name for name in READ_PARTS if getattr(self, name) is not None))
 
     @property
+    def read_parts(self) -> tuple[Tensor | None, ...]:
+        """The parts of the read copy, None for one that its format has not."""
+        return tuple(getattr(self, name) for name in READ_PARTS)
+
+    @property
     def ring_layout(self) -> RingLayout:
         """The order in which all rings are packed within a slot, or "strided" where they are not."""
         rings = [t if t.dim() == 4 else t.unsqueeze(-1) for t in (self.value, self.key, self.decay)]

@@ -4,7 +4,8 @@ What a step must give is the twin without copies, started from the state that sh
 row reads, the checkpoint where it folds. Both compute in float32, so outputs, records and states agree bit for bit;
 "nearest" rounds the twin's fold, "stochastic" is `storage.round_state` of it. A copy must always be the encoding of its
 checkpoint. Every precision that a spec can name is tried: it decodes, or it is refused by name. Each comparison has a
-case that must fail. CUDA kernels have none of this yet, and refuse it before anything is written.
+case that must fail. On CUDA `write_read_copy`, `flush` and `materialize` make the copies; steps with copies and
+stochastic rounding have no kernels yet and are refused before anything is written.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from replayssm.pool import READ_PARTS
 from replayssm.reference import quant, replay, storage
 from replayssm.spec import READ_FORMATS, RECURRENCES, Recurrence
 from tests.helpers.cases import Case
-from tests.helpers.draw import make_inputs, part, random_pool
+from tests.helpers.draw import hard_states, make_inputs, part, random_pool
 from tests.helpers.tolerance import same_bytes
 
 F32, F16, BF16, FP8, INT8 = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int8
@@ -380,7 +381,7 @@ def test_plans_refuse_by_name(changes: dict[str, Any], field: str) -> None:
     from cute_kernels.configs import Mamba2Options
 
     spec = ReplaySpec(**changes)
-    with pytest.raises(NotImplementedError, match=f"{field}: CUDA kernels exist for .* so far, got"):
+    with pytest.raises(NotImplementedError, match=f"{field}: .*CUDA kernel.* so far, got"):
         plan_step(LayerSpec("mamba2", 8, 1, 64, 128), spec, Mamba2Options(), arch="sm_90a", batch=4)
     if field == "rounding":
         with pytest.raises(NotImplementedError, match="rounding: CUDA kernels"):
@@ -401,14 +402,49 @@ def test_cuda_tensors_are_refused_before_anything_is_written(
     inputs = cpu.inputs(2, 0)
     inputs = inputs._replace(**{n: t.cuda() for n, t in inputs._asdict().items() if isinstance(t, Tensor)})
     assert part(inputs, "value").is_cuda
-    calls = [
-        lambda: replayssm.step(pool, cursors, inputs, cache_indices=slots),
-        lambda: replayssm.flush(cursors, slots, pools=[pool], A=work.rates),
-        lambda: replayssm.materialize(cursors, slots[:1], slots[1:], None, pools=[pool], A=work.rates),
-    ]
+    calls = [lambda: replayssm.step(pool, cursors, inputs, cache_indices=slots)]
     if rounding == "stochastic":
-        calls.append(lambda: replayssm.commit(cursors, cache_indices=slots))
+        calls += [
+            lambda: replayssm.flush(cursors, slots, pools=[pool], A=work.rates),
+            lambda: replayssm.materialize(cursors, slots[:1], slots[1:], None, pools=[pool], A=work.rates),
+            lambda: replayssm.commit(cursors, cache_indices=slots),
+        ]
     for call in calls:
-        with pytest.raises(NotImplementedError, match="CUDA kernels exist for"):
+        with pytest.raises(NotImplementedError, match="CUDA kernel"):
             call()
     assert not work.differs(before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "channels"), [(64, 64), (80, 128), (128, 256)])
+@pytest.mark.parametrize(
+    ("checkpoint", "read"), [(c, r) for c, r, how in COMBINATIONS if r and how == "nearest" and not refusal(c, r, how)]
+)
+def test_cuda_copies_have_the_bits_of_the_reference(
+    checkpoint: torch.dtype, read: Any, rows: int, channels: int
+) -> None:
+    """By each verb that makes them, of finite states; what is not finite: tests/ptx/test_encode_kernel.py."""
+    case = Case("gdn", 3, 1, rows, channels, window=WINDOW, checkpoint=checkpoint)
+    spec = replace(case.replay, read_dtype=read)
+    cursors = make_cursors(spec, SLOTS)
+    cursors.num_committed.copy_(torch.tensor([0, 5, 2, 3, 4, 1, 5, 2]))
+    cpu = random_pool(
+        case.layer, spec, cursors.ring_start, cursors.num_committed, torch.Generator().manual_seed(1), "head_major"
+    )
+    cpu.checkpoint.copy_(hard_states(SLOTS, 3, rows, channels).nan_to_num(1.0, 2.0, 3.0).clamp(-6e4, 6e4))
+    pool = replace(cpu, **{n: getattr(cpu, n).cuda() for n in names_of(cpu)})
+    work = Work(case, pool, Cursors(spec, *(getattr(cursors, n).cuda() for n in cursors.names)), None)
+
+    def stale(slots: list[int]) -> list[str]:
+        parts = quant.encode(pool.checkpoint[slots].cpu().float(), read)
+        return [name for name, p in parts.items() if not same_bytes(p, getattr(pool, f"read_{name}")[slots].cpu())]
+
+    poison(work)
+    assert stale([0])  # teeth
+    replayssm.write_read_copy(work.cursors, torch.tensor([4, 2, 0, 7, 3], device="cuda"), pools=[pool])
+    assert not stale([0, 2, 3, 4, 7]) and stale([1]) and stale([5]) and stale([6])
+    replayssm.materialize(
+        work.cursors, torch.tensor([1, 2], device="cuda"), torch.tensor([5, 0], device="cuda"), None, pools=[pool]
+    )
+    replayssm.flush(work.cursors, torch.tensor([1, -1, 6], device="cuda"), pools=[pool])
+    assert not stale(list(range(SLOTS)))

@@ -27,6 +27,62 @@ def exp2(x: Any) -> Float32:
     return cute.arch.inline_ptx("ex2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
 
 
+def rounded(opcode: str, *values: Any) -> Float32:
+    """One instruction with its own rounding: the compiler fuses none whose opcode names one."""
+    operands = ", ".join("{$r%d}" % i for i in range(len(values)))
+    return cute.arch.inline_ptx(f"{opcode} {{$w0}}, {operands};", write_only_types=[Float32], read_only_args=[*values])
+
+
+def product(x: Any, y: Any) -> Float32:
+    """x * y, rounded to nearest even, subnormals kept."""
+    return rounded("mul.rn.f32", x, y)
+
+
+def total(x: Any, y: Any) -> Float32:
+    """x + y, rounded to nearest even."""
+    return rounded("add.rn.f32", x, y)
+
+
+def difference(x: Any, y: Any) -> Float32:
+    """x - y, rounded to nearest even."""
+    return rounded("sub.rn.f32", x, y)
+
+
+def quotient(x: Any, y: Any) -> Float32:
+    """x / y, rounded to nearest even."""
+    return rounded("div.rn.f32", x, y)
+
+
+def quotient_by(x: Any, divisor: float) -> Float32:
+    """x / divisor, rounded to nearest even, without the subroutine of a division; neither may be near the ends of the
+    range.
+
+    The correction of the first quotient is exact to 2**-46, and with a divisor of up to 7 bits no quotient of a float
+    lies as near to the middle of two (tests/ptx/test_encode_kernel.py).
+    """
+    inverse = Float32(1.0 / divisor)
+    first = product(x, inverse)
+    return rounded("fma.rn.f32", rounded("fma.rn.f32", first, Float32(-divisor), x), inverse, first)
+
+
+def exact_reciprocal(x: Any) -> Float32:
+    """1/x, rounded to nearest even."""
+    return rounded("rcp.rn.f32", x)
+
+
+def short_reciprocal(x: Any) -> Float32:
+    """1/x, rounded to nearest even, of a float of up to 4 bits whose reciprocal is no subnormal; not a number of 0."""
+    first = reciprocal(x)
+    rest = rounded("fma.rn.f32", rounded("neg.f32", x), first, Float32(1.0))
+    return rounded("fma.rn.f32", rest, first, first)
+
+
+def larger_magnitude(x: Any, y: Any) -> Float32:
+    """max(|x|, |y|), not a number where either is none."""
+    text = "{.reg .f32 a,b; abs.f32 a, {$r0}; abs.f32 b, {$r1}; max.NaN.f32 {$w0}, a, b;}"
+    return cute.arch.inline_ptx(text, write_only_types=[Float32], read_only_args=[x, y])
+
+
 def reciprocal(x: Any) -> Float32:
     """1/x by one hardware instruction, within 1 ulp."""
     return cute.arch.inline_ptx("rcp.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])

@@ -100,6 +100,12 @@ def load_byte(address: Any) -> Uint32:
     return ptx("ld.global.u8 {$w0}, [{$r0}];", write_only_types=[Uint32], read_only_args=[address])
 
 
+def store_byte_if(predicate: Any, address: Any, word: Any) -> None:
+    """Store the low 8 bits of a word to global memory where the predicate holds."""
+    text = "{.reg .pred p; setp.ne.s32 p, {$r1}, 0; @p st.global.b8 [{$r0}], {$r2};}"
+    ptx(text, read_only_args=[address, Int32(predicate), word])
+
+
 def load_shared(address: Any, count: int, *, offset: int = 0) -> list[Uint32]:
     """`count` (1, 2 or 4) words of shared memory."""
     text = f"ld.shared{_vector(count)}.b32 {_braced('w', 0, count)}, [{{$r0}}+{offset}];"

@@ -22,7 +22,7 @@ import cutlass
 import torch
 from cutlass.base_dsl import compiler
 
-from cute_kernels import commit, empty, materialize, probes, step
+from cute_kernels import commit, empty, encode, materialize, probes, step
 from cute_kernels.arch import ARCHES
 from cute_kernels.compile import compile_only
 from cute_kernels.configs import GdnOptions, KdaOptions, Mamba2Options, Options, RowOptions
@@ -35,7 +35,7 @@ from tests.helpers.sass import disassembled, histogram
 PATH = Path("docs/records/resources.json")
 LAYER = Mamba2Options(dt_dtype="bfloat16", D_dtype="float32", dt_bias_dtype="float32", dt_softplus=True)
 # A CTA has 128 threads: four of them on a multiprocessor, two where several tokens are verified.
-MAX_REGISTERS = {"step": 128, "verify": 255, "materialize": 128, "commit": 32, "empty": 32, "probe": 128}
+MAX_REGISTERS = {"step": 128, "verify": 255, "materialize": 128, "encode": 128, "commit": 32, "empty": 32, "probe": 128}
 Row = dict[str, Any]
 
 
@@ -69,7 +69,8 @@ def _kernels() -> dict[str, Kernel]:
     """Steps of released models with each dtype of checkpoint and each head_dim and d_state that they have, a step with
     everything that is optional, one of d_state 64 and one of full precision; of each delta rule the layer with the most
     heads with both dtypes of checkpoint in use, and an odd one; of each recurrence a layer that verifies 4, 8 and 16
-    tokens, a flush and a materialize; both commits, and the cursors behind a flush; the probes."""
+    tokens, a flush and a materialize; both commits, and the cursors behind a flush; read copies in each format, and the
+    largest tile; the probes."""
     by_id = {case.id: case for case in (*RELEASED, *ODD)}
     steps = [
         "mamba2-HV128-G8-V64-K128-L16-T1-bf16-fp32",
@@ -113,9 +114,20 @@ def _kernels() -> dict[str, Kernel]:
         kernels[f"materialize-{half.id}-all"] = _materialize(half, True, True)
     for name, key in {"flush": empty.EmptyKey(), "materialize": empty.EmptyKey("int64", True)}.items():
         kernels[f"empty-{name}"] = Kernel(empty.empty_launch, lambda arch, key=key: empty.fake_arguments(key))
+    for key in _encodings():
+        sizes = f"HV{key.num_v_heads}-V{key.head_dim}-K{key.d_state}-{key.checkpoint_dtype}-{key.read_dtype}"
+        kernels[f"encode-{sizes}"] = Kernel(encode.encode_launch, lambda arch, key=key: encode.fake_arguments(key))
     for name, function in (("read", probes.read_tiles), ("rewrite", probes.rewrite_tiles)):
         kernels[f"probe-{name}"] = Kernel(function, lambda arch: probes.fake_arguments())
     return kernels
+
+
+def _encodings() -> list[encode.EncodeKey]:
+    formats = ("nvfp4", "mxfp8", "float8_e4m3fn", "int8", "bfloat16", "float16")
+    return [
+        *(encode.EncodeKey(128, 64, 128, "float32", read) for read in formats),
+        encode.EncodeKey(12, 80, 256, "bfloat16", "nvfp4", "int64", True),
+    ]
 
 
 KERNELS = _kernels()
@@ -166,7 +178,7 @@ def violations(row: Row) -> list[str]:
         faults.append(f"{at}: {row['registers']} registers, at most {MAX_REGISTERS[kind]}")
     wide = ("LDG.128", "STG.128", "LDS.128", "bulk")
     needed: tuple[str, ...] = {
-        "step": wide, "materialize": wide, "verify": (*wide, "matrix"), "probe": ("bulk",)
+        "step": wide, "materialize": wide, "verify": (*wide, "matrix"), "encode": ("LDG.128",), "probe": ("bulk",)
     }.get(kind, ())  # fmt: skip
     if row["kernel"] == "probe-rewrite":
         needed = ("LDG.128", "STG.128")

@@ -8,8 +8,10 @@ step is built: whole heads and heads shared by several CTAs, a window of one pas
 and activations, every optional input and none, packed and strided rings, dependent launches; several tokens, in one
 block of a matrix instruction and in two, and rows of different numbers of them. `commit` with and without its optional
 arguments. `materialize` with and without numbers of records, and `flush`, of rows with and without records and padding,
-in three layers of two geometries. Numbers are compared by `tests/cute_kernels/test_step.py`, `tests/test_drafts.py`,
-`tests/test_ragged.py` and `tests/test_materialize.py`.
+in three layers of two geometries.
+Read copies in every format, made by themselves and behind folds. Numbers are compared by
+`tests/cute_kernels/test_step.py`, `tests/test_drafts.py`,
+`tests/test_ragged.py`, `tests/test_materialize.py` and `tests/test_read_copy.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +20,10 @@ from dataclasses import replace
 
 import torch
 
+import replayssm
 from cute_kernels.configs import StepConfig
+from replayssm import LayerSpec, ReplaySpec, make_cursors, make_pool
+from replayssm.spec import READ_FORMATS, ReadDtype
 from tests.helpers.draw import BASES
 from tests.helpers.model import Model, model_of
 from tests.helpers.oracle import BARE, BASE, F32, Scene, Work, busy_scene, ragged
@@ -93,6 +98,17 @@ def fold(model: Model) -> None:
     model.flush(source)
 
 
+def encode(read: ReadDtype) -> None:
+    """Copies of slots with and without records, and padding, of a last atom that is padded."""
+    layer, replay = LayerSpec("gdn", 3, 1, 80, 64), ReplaySpec(read_dtype=read)
+    pool, cursors = make_pool(layer, replay, 4, device="cuda"), make_cursors(replay, 4, device="cuda")
+    cursors.num_committed[1:].fill_(2)
+    slots = torch.tensor([1, -1, 0, 3], device="cuda")
+    replayssm.write_read_copy(cursors, slots[[0, 2, 3]].int(), pools=[pool])
+    replayssm.materialize(cursors, slots[:2], slots[1:3], None, pools=[pool])
+    replayssm.flush(cursors, slots, pools=[pool])
+
+
 def main() -> None:
     for name, (scene, options) in STEPS.items():
         run(scene.on("cuda"), options)
@@ -102,6 +118,10 @@ def main() -> None:
         fold(model_of(case, torch.device("cuda"), [case.window, case.window // 2, 0], free=3))
         torch.cuda.synchronize()
         print(f"{name}: ran", flush=True)
+    for read in READ_FORMATS:
+        encode(read)
+        torch.cuda.synchronize()
+        print(f"copies in {read}: ran", flush=True)
 
 
 if __name__ == "__main__":

@@ -242,6 +242,39 @@ def random_pool(
     return pool
 
 
+def hard_states(slots: int, heads: int, rows: int, channels: int) -> Tensor:
+    """States [slots, HV, V, K], at least 4, for formats to encode.
+
+    The slots: of one magnitude a row; of one a number; ties of codes and, in odd rows, of the scales of blocks, with
+    their neighbours; from the fourth on zeros, subnormals and the largest. The first, second and fourth have an
+    infinity, its negative and a NaN.
+    """
+    generator = torch.Generator().manual_seed(rows + channels)
+
+    def powers(*extents: int, low: int = -150, high: int = 127) -> Tensor:
+        return torch.ldexp(torch.ones(extents), torch.randint(low, high, extents, generator=generator))
+
+    def integers(low: int, high: int, *extents: int) -> Tensor:
+        return torch.randint(low, high, extents, generator=generator).float()
+
+    state = torch.randn((slots, heads, rows, channels), generator=generator)
+    state[0] *= powers(heads, rows, 1)
+    state[1] *= powers(heads, rows, channels, low=-12, high=0) * powers(heads, rows // 16, 1).repeat_interleave(16, 1)
+    state[2] = integers(-28, 29, heads, rows, channels) / 4
+    blocks = (heads, rows // 2, channels // 16)
+    middle = (6 + integers(0, 2, *blocks) / 2) * (2 * integers(8, 16, *blocks) + 1) / 16
+    state[2, :, 1::2] = torch.rand((heads, rows // 2, channels), generator=generator) * 6
+    state[2, :, 1::2, ::16] = torch.nextafter(middle, middle + integers(-1, 2, *blocks))
+    state[2] *= powers(heads, rows, 1, low=-4, high=4)
+    state[3:, :, 16:32] *= 1e-41
+    state[3:, :, 32:48] = torch.where(torch.arange(channels) % 3 == 0, -0.0, 0.0)
+    largest = torch.finfo(torch.float32).max
+    for row, number in enumerate((0.0, -0.0, 1e-45, -1e-42, 2.0**-127, -(2.0**-126), largest, -largest)):
+        state[3:, :, row] = number
+    state[0, 0, 3, -1], state[1, 0, -1, 0], state[3, :, 50, 0] = torch.inf, -torch.inf, torch.nan
+    return state
+
+
 def _decays(layer: LayerSpec, shape: torch.Size, generator: torch.Generator) -> Tensor:
     """Decay records: dt of Mamba-2, else log-decays, of which an eighth beside those of the first head are strong."""
     drawn = torch.rand(shape, generator=generator)

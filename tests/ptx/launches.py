@@ -19,15 +19,15 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from cute_kernels import commit, empty, materialize, step
+from cute_kernels import commit, empty, encode, materialize, step
 from replayssm import launch as dispatch
 from replayssm import model_launch
 from tests.helpers.model import Model
 from tests.helpers.oracle import Scene, Work
 from tests.ptx.recorder import Launch, buffers_of, record
 
-# Which arguments a kernel may write: the pool and the output, or the cursors.
-WRITTEN: dict[ModuleType, tuple[int, ...]] = {step: (0, 5), commit: (0,), materialize: (), empty: (0,)}
+# Which arguments a kernel may write: the pool and the output, the cursors, or the read copy.
+WRITTEN: dict[ModuleType, tuple[int, ...]] = {step: (0, 5), commit: (0,), materialize: (), empty: (0,), encode: (1,)}
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Bench:
         mode: when asynchronous work completes, "early" or "late"; None records and runs nothing.
         seed: of the order in which warps run.
         change: what to make of the PTX before it runs; for teeth.
-        beyond: memory that kernels find by addresses in their arguments: what they may write, and what only read.
+        beyond: memory that `materialize` finds by addresses in its table: what it may write, and what only read.
         launches: every launch so far.
     """
 
@@ -75,8 +75,9 @@ class Bench:
         if self.mode is not None:
             from tests.ptx.machine import run_launch
 
-            written = [group for i, group in enumerate(groups) if i in WRITTEN[module]] + [self.beyond[0]]
-            others = [group for i, group in enumerate(groups) if i not in WRITTEN[module]] + [self.beyond[1]]
+            beyond = self.beyond if module is materialize else ((), ())
+            written = [group for i, group in enumerate(groups) if i in WRITTEN[module]] + [beyond[0]]
+            others = [group for i, group in enumerate(groups) if i not in WRITTEN[module]] + [beyond[1]]
             buffers = buffers_of(*written) + buffers_of(*others, writeable=False)
             run_launch(launch, buffers, mode=self.mode, seed=self.seed)
 
@@ -140,9 +141,13 @@ class InterpretedModel(Model):
     def materialize(self, source: Tensor, destination: Tensor, num_records: Tensor | None) -> None:
         self._fold(source, destination, num_records)
 
+    def write_read_copy(self, slots: Tensor) -> None:
+        with self.bench.installed():
+            model_launch.cuda_write_read_copy(slots, tuple(self.pools))
+
     def _fold(self, *rows: Any) -> None:
         rates = tuple(self.A or [None] * len(self.pools))
-        rings = tuple(ring for pool in self.pools for ring in pool.tensors[1:])
+        rings = tuple(ring for pool in self.pools for ring in pool.tensors[1:4])
         written = tuple(pool.checkpoint for pool in self.pools)
         self.bench.beyond = written, (*rings, *(rate for rate in rates if rate is not None))
         with self.bench.installed():
