@@ -16,16 +16,6 @@ from cute_kernels.dtypes import CUTLASS_DTYPE
 
 
 @dataclass(frozen=True)
-class PoolTensors:
-    """checkpoint [slots, HV, V, K]; value [slots, HV, R, V]; key [slots, HK, R, K]; decay [slots, HV, R] or [.., K]."""
-
-    checkpoint: cute.Tensor
-    value: cute.Tensor
-    key: cute.Tensor
-    decay: cute.Tensor
-
-
-@dataclass(frozen=True)
 class CopyTensors:
     """codes [slots, HV, V, K or bytes]; scale [slots, HV, V] float32 or [slots, bytes]; tile_scale [slots, HV, V / 16];
     None where the format has no such part."""
@@ -33,6 +23,25 @@ class CopyTensors:
     codes: cute.Tensor
     scale: cute.Tensor | None
     tile_scale: cute.Tensor | None
+
+
+@dataclass(frozen=True)
+class PoolTensors:
+    """checkpoint [slots, HV, V, K]; value [slots, HV, R, V]; key [slots, HK, R, K]; decay [slots, HV, R] or [.., K];
+    of the read copy what `CopyTensors` says, None where steps read the checkpoint."""
+
+    checkpoint: cute.Tensor
+    value: cute.Tensor
+    key: cute.Tensor
+    decay: cute.Tensor
+    read_codes: cute.Tensor | None = None
+    read_scale: cute.Tensor | None = None
+    read_tile_scale: cute.Tensor | None = None
+
+    @property
+    def copy(self) -> CopyTensors:
+        """The read copy, which must be there."""
+        return CopyTensors(self.read_codes, self.read_scale, self.read_tile_scale)
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,11 @@ from typing import Literal
 from cute_kernels.arch import Arch
 
 SIZE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+CODE_BITS = {"nvfp4": 4, "mxfp8": 8, "float8_e4m3fn": 8, "int8": 8, "bfloat16": 16, "float16": 16}
 WARP = 32
 LANES_PER_RECORD = 8
 THREADS = 128
+READOUT_ROWS = THREADS // LANES_PER_RECORD  # that a CTA covers at once
 LARGEST_TILE_BYTES = 40 * 1024
 RingLayout = Literal["record_major", "head_major", "strided"]
 Precision = Literal["fp32", "tf32", "bf16"]
@@ -96,8 +98,8 @@ class StepKey:
     """Everything that one compiled step kernel depends on, beside the architecture.
 
     `ring_layout` is "record_major" or "head_major" where the axes within a slot are packed in that order, else
-    "strided". `value_dtype` and `decay_dtype` are those of the rings; the former is the activations' when None. With
-    `cu_seqlens` rows may have fewer than `num_tokens`.
+    "strided". `value_dtype`, the activations' when None, and `decay_dtype` are those of the rings, `read_dtype` that of
+    the copy that the step reads, None for the checkpoint. With `cu_seqlens` rows may have fewer than `num_tokens`.
     """
 
     num_v_heads: int
@@ -115,11 +117,12 @@ class StepKey:
     value_dtype: str | None = None
     decay_dtype: str = "float32"
     num_tokens: int = 1
+    read_dtype: str | None = None
 
     @property
     def drafts(self) -> bool:
-        """Whether the kernel of several tokens runs, rather than that of one."""
-        return self.num_tokens > 1 or self.rows.has_cu_seqlens
+        """Whether the kernel of several tokens runs, rather than that of one, which reads no copies."""
+        return self.num_tokens > 1 or self.rows.has_cu_seqlens or self.read_dtype is not None
 
     @property
     def record_dtype(self) -> str:
@@ -147,6 +150,7 @@ class Tile:
     window: int
     fold_values: int
     value_size: int
+    read_bits: int
     probes: int = 1
     channels: bool = False
     tokens: int = 1
@@ -161,6 +165,7 @@ class Tile:
             window=key.window,
             fold_values=key.config.fold_values,
             value_size=SIZE_BYTES[key.record_dtype],
+            read_bits=CODE_BITS[key.read_dtype] if key.read_dtype else 8 * SIZE_BYTES[key.checkpoint_dtype],
             probes=0 if key.drafts else key.probes,
             channels=isinstance(key.options, KdaOptions),
             tokens=key.num_tokens,
@@ -168,7 +173,12 @@ class Tile:
 
     @property
     def bytes(self) -> int:
-        return self.rows * self.d_state * self.state_size
+        return self.rows * self.d_state * self.read_bits // 8
+
+    @property
+    def read_vector(self) -> int:
+        """Elements of a row that each of 4 lanes takes at once: 16 bytes, or all that there are."""
+        return min(128 // self.read_bits, self.d_state // 4)
 
     @property
     def warps(self) -> int:
@@ -176,7 +186,7 @@ class Tile:
 
     @property
     def vector(self) -> int:
-        """State elements of a 16-byte access."""
+        """Elements of a 16-byte access to the checkpoint."""
         return 16 // self.state_size
 
     @property
@@ -202,11 +212,6 @@ class Tile:
     def value_vectors(self) -> int:
         """16-byte accesses that a record's values for this tile take."""
         return self.rows // self.value_vector
-
-    @property
-    def readout_rows(self) -> int:
-        """Rows that the CTA's readout covers at once."""
-        return THREADS // LANES_PER_RECORD
 
     @property
     def fold_lanes(self) -> int:
@@ -256,7 +261,7 @@ class Tile:
     @property
     def staged_vector_bytes(self) -> int:
         """From one staged probe of bfloat16 to the next: the accesses of neighbouring rows lie in other banks."""
-        return self.d_state * 2 + 8 * self.vector
+        return self.d_state * 2 + 8 * self.read_vector
 
     @property
     def staged_size(self) -> int:
@@ -362,8 +367,8 @@ def invalid_reason(key: StepKey, arch: Arch) -> str | None:
     if not 1 <= key.num_v_heads <= 256:
         return f"num_v_heads: supported are 1 to 256, got {key.num_v_heads}"
     config, tile = key.config, Tile.of(key)
-    if key.head_dim % config.split or tile.rows % tile.readout_rows:
-        return f"split: {key.head_dim} rows do not split into {config.split} parts of whole {tile.readout_rows}s"
+    if key.head_dim % config.split or tile.rows % READOUT_ROWS:
+        return f"split: {key.head_dim} rows do not split into {config.split} parts of whole {READOUT_ROWS}s"
     if config.precision not in TERMS:
         return f"precision: supported are {', '.join(TERMS)}, got {config.precision}"
     needed = tile.smem_bytes
@@ -372,11 +377,6 @@ def invalid_reason(key: StepKey, arch: Arch) -> str | None:
     if needed > arch.smem_bytes:
         return f"shared memory: {needed} bytes, {arch.name} has {arch.smem_bytes}; raise split"
     return None
-
-
-def is_valid(key: StepKey, arch: Arch) -> bool:
-    """Whether a kernel exists for this key on this architecture."""
-    return invalid_reason(key, arch) is None
 
 
 def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
@@ -395,6 +395,6 @@ def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
     precision: Precision = "fp32" if "float32" in (key.activation_dtype, key.record_dtype) else "tf32"
     for split in (1, 2, 4, 5, 8):
         candidate = replace(key, config=StepConfig(split, fold_values, precision))
-        if is_valid(candidate, arch) and Tile.of(candidate).bytes <= LARGEST_TILE_BYTES:
+        if not invalid_reason(candidate, arch) and Tile.of(candidate).bytes <= LARGEST_TILE_BYTES:
             return candidate.config
     return None

@@ -17,8 +17,10 @@ from cute_kernels.records import LaneDecays, LaneRecords, TileMemory, policy_of
 from cute_kernels.recurrences.base import Gate, Recurrence
 from cute_kernels.recurrences.kda import Kda
 from cute_kernels.replay.channels import ChannelRecords, own_channels
+from cute_kernels.replay.codes import SCALED, CodeScales
 from cute_kernels.replay.cursor import RowCursor
 from cute_kernels.replay.draft import QUAD, DraftDecays, Scores, StagedVectors, Vectors, load_block
+from cute_kernels.replay.quant import CopyPlaces, CopyShape
 from cute_kernels.replay.window import Place, address, load_row_words, load_scalar_if
 
 WARPS = THREADS // WARP
@@ -74,6 +76,12 @@ class Cta:
     @property
     def shape(self) -> DraftShape:
         return DraftShape.of(self.key)
+
+    @property
+    def copy_shape(self) -> CopyShape:
+        """Of the read copy of a slot."""
+        key = self.key
+        return CopyShape(key.num_v_heads * key.head_dim, key.d_state, key.checkpoint_dtype, key.read_dtype or "")
 
     @property
     def terms(self) -> int:
@@ -232,11 +240,13 @@ class WindowLoads:
         decays: decay records of the window, by lane or by channel.
         keys: of each block of records that this warp scores, this lane's words of its key.
         values: for each 16 rows of the warp, and each 16 records, the words of this lane's channels of its four.
+        scales: for each 16 rows of the warp, of a read copy whose codes have any; else empty.
     """
 
     decays: LaneRecords | ChannelRecords
     keys: list[list[Uint32]]
     values: list[list[list[list[Uint32]]]]
+    scales: list[CodeScales]
 
     @classmethod
     def start(cls, cta: Cta, cursor: RowCursor) -> WindowLoads:
@@ -268,7 +278,13 @@ class WindowLoads:
             ]
             for part in cta.channels
         ]
-        return cls(decays, keys, values)
+        scales = []
+        if cta.key.read_dtype in SCALED:
+            places, first = CopyPlaces.of(cta.tensors.pool.copy, cursor.slot), place.head * cta.key.head_dim
+            for part in cta.channels:
+                row = first + place.first_row + select(part.inside != 0, part.first, place.lane // 4 * 2)
+                scales.append(CodeScales.load(cta.copy_shape, cta.tile, places, row, place.lane % 4))
+        return cls(decays, keys, values, scales)
 
 
 @dataclass(frozen=True)

@@ -72,12 +72,8 @@ def encode_kernel(checkpoint: cute.Tensor, copy: CopyTensors, rows: MoveTensors,
     if cutlass.const_expr(key.has_destination):
         slot = load_slot(rows.destination, row, key.index_dtype)
     if (source >= 0) & (slot >= 0) & (tile < shape.tiles):
-        parts = [
-            Int64(0) if part is None else address(part, part.element_type.width // 8, Int64(slot))
-            for part in (copy.codes, copy.scale, copy.tile_scale)
-        ]
         state = address(checkpoint, SIZE_BYTES[key.checkpoint_dtype], Int64(slot))
-        places, first_row = CopyPlaces(*parts), tile * TILE_ROWS
+        places, first_row = CopyPlaces.of(copy, Int64(slot)), tile * TILE_ROWS
         if first_row < shape.rows:
             encode_rows(shape, state, places, first_row, lane)
         elif cutlass.const_expr(shape.blocks > 0):
@@ -93,30 +89,39 @@ def encode_launch(checkpoint: cute.Tensor, copy: CopyTensors, rows: MoveTensors,
     )
 
 
+def _fake_slots(slots: Any, dtype: str, align: int, *extents: int) -> Any:
+    element = CUTLASS_DTYPE[dtype]
+    steps = [math.prod(extents[i + 1 :]) for i in range(len(extents))]
+    slot = cute.sym_int64(divisibility=align * 8 // element.width)
+    return make_fake_tensor(element, (slots, *extents), (slot, *steps), assumed_align=align)
+
+
+def fake_copy(slots: Any, shape: CopyShape, heads: int) -> CopyTensors:
+    """A read copy of the shapes, dtypes, strides by slot and alignments that a kernel admits."""
+    rows, read_dtype = shape.rows // heads, shape.read_dtype
+    codes = read_dtype if read_dtype in CUTLASS_DTYPE else "uint8"
+    scale = None
+    if shape.blocks:
+        scale = _fake_slots(slots, "uint8", 16, shape.tiles * TILE_ROWS * shape.atoms * ATOM_BLOCKS)
+    elif read_dtype in LARGEST_CODE:
+        scale = _fake_slots(slots, "float32", 16, heads, rows)
+    return CopyTensors(
+        codes=_fake_slots(slots, codes, 16, heads, rows, shape.code_bytes * 8 // CUTLASS_DTYPE[codes].width),
+        scale=scale,
+        tile_scale=_fake_slots(slots, "float32", 4, heads, rows // TILE_ROWS) if read_dtype == "nvfp4" else None,
+    )
+
+
 def fake_arguments(key: EncodeKey) -> tuple[Any, ...]:
     """Fake tensors of the shapes, dtypes, strides by slot and alignments that a kernel admits."""
     batch, slots = cute.sym_int64(), cute.sym_int64()
-    shape, heads, rows = key.shape, key.num_v_heads, key.head_dim
-
-    def tensor(dtype: str, align: int, *extents: int) -> Any:
-        element = CUTLASS_DTYPE[dtype]
-        steps = [math.prod(extents[i + 1 :]) for i in range(len(extents))]
-        slot = cute.sym_int64(divisibility=align * 8 // element.width)
-        return make_fake_tensor(element, (slots, *extents), (slot, *steps), assumed_align=align)
-
-    codes = key.read_dtype if key.read_dtype in CUTLASS_DTYPE else "uint8"
-    scale = tensor("uint8", 16, shape.tiles * TILE_ROWS * shape.atoms * ATOM_BLOCKS) if shape.blocks else None
-    copy = CopyTensors(
-        codes=tensor(codes, 16, heads, rows, shape.code_bytes * 8 // CUTLASS_DTYPE[codes].width),
-        scale=tensor("float32", 16, heads, rows) if key.read_dtype in LARGEST_CODE else scale,
-        tile_scale=tensor("float32", 4, heads, rows // TILE_ROWS) if key.read_dtype == "nvfp4" else None,
-    )
     moved = MoveTensors(
         source=fake_vector(key.index_dtype, batch),
         destination=fake_vector(key.index_dtype, batch) if key.has_destination else None,
         num_records=None,
     )
-    checkpoint = tensor(key.checkpoint_dtype, 16, heads, rows, key.d_state)
+    checkpoint = _fake_slots(slots, key.checkpoint_dtype, 16, key.num_v_heads, key.head_dim, key.d_state)
+    copy = fake_copy(slots, key.shape, key.num_v_heads)
     return checkpoint, copy, moved, key, make_fake_stream(use_tvm_ffi_env_stream=True)
 
 

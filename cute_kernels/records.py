@@ -314,13 +314,18 @@ def stage_channels(tensors: StepTensors, key: StepKey, place: Place, loads: RowL
 def fold_records(
     pool: PoolTensors, key: StepKey, place: Place, cursor: RowCursor, decays: LaneDecays, shared: TileMemory, to: Any
 ) -> None:
-    """Fold the cursor's records into the tile in shared memory and write it to the checkpoint at address `to`.
+    """Fold the cursor's records into the tile in shared memory, or where that holds a copy into the checkpoint itself,
+    and write it to the checkpoint at address `to`.
 
     Where channels decay by themselves, their decays must be staged already, the window ending with these records.
     """
     tile, size, ring_size = Tile.of(key), SIZE_BYTES[key.activation_dtype], SIZE_BYTES[key.record_dtype]
     statics = FoldStatics(
-        tile, key.checkpoint_dtype, "float32" if tile.channels else key.activation_dtype, key.record_dtype
+        tile=tile,
+        state_dtype=key.checkpoint_dtype,
+        key_dtype="float32" if tile.channels else key.activation_dtype,
+        value_dtype=key.record_dtype,
+        staged=key.read_dtype is None,
     )
     stage = FoldStage.of(tile, shared.state, shared.staging, place.thread)
     lane8 = place.lane % LANES_PER_RECORD

@@ -41,6 +41,7 @@ from cute_kernels.args import (
 from cute_kernels.compile import compiled
 from cute_kernels.configs import LANES_PER_RECORD, SIZE_BYTES, THREADS, WARP, GdnOptions, KdaOptions, StepKey, Tile
 from cute_kernels.dtypes import CUTLASS_DTYPE
+from cute_kernels.encode import fake_copy
 from cute_kernels.primitives.arithmetic import exp2, opaque, select
 from cute_kernels.primitives.bulk import bulk_init, bulk_load, bulk_wait
 from cute_kernels.primitives.convert import unpack
@@ -66,6 +67,7 @@ from cute_kernels.replay.channels import decayed, fold_factors, scaled_key
 from cute_kernels.replay.cursor import RowCursor, is_padding, load_force, load_slot
 from cute_kernels.replay.delta import columns, correction, dot, store_key
 from cute_kernels.replay.fold import FoldStage, FoldStatics, fold_tile, product_at, stage_record
+from cute_kernels.replay.quant import CopyShape
 from cute_kernels.replay.readout import ROW_LANES, add_weighted, read_tile, score, store_partial_sums
 from cute_kernels.replay.window import (
     Place,
@@ -351,6 +353,11 @@ def step_launch(
     )
 
 
+def _fake_copy(slots: Any, key: StepKey) -> dict[str, Any]:
+    shape = CopyShape(key.num_v_heads * key.head_dim, key.d_state, key.checkpoint_dtype, str(key.read_dtype))
+    return {f"read_{name}": part for name, part in vars(fake_copy(slots, shape, key.num_v_heads)).items()}
+
+
 def fake_arguments(key: StepKey) -> tuple[Any, ...]:
     """Fake tensors of the shapes, dtypes, strides and alignments that a step kernel admits."""
     activation, options = CUTLASS_DTYPE[key.activation_dtype], key.options
@@ -390,6 +397,7 @@ def fake_arguments(key: StepKey) -> tuple[Any, ...]:
         value=ring(CUTLASS_DTYPE[key.record_dtype], hv, (v,), 16),
         key=ring(activation, hk, (k,), 16),
         decay=ring(CUTLASS_DTYPE[key.decay_dtype], hv, *(((k,), 16) if channels else ((), 4))),
+        **({} if key.read_dtype is None else _fake_copy(slots, key)),
     )
     cursors = CursorTensors(tensor(int32, (slots,), (1,), 4), tensor(int32, (slots,), (1,), 4))
     rows = RowTensors(

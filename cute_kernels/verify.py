@@ -3,11 +3,13 @@
 A CTA works on `Tile.rows` rows of one head of one row of the batch:
 
 1. start the loads that need neither slot nor cursor: gates, queries and keys, the tokens' values;
-2. load slot and cursor, start the bulk copy of its tile of the checkpoint, then the loads of the window's records;
+2. load slot and cursor, start the bulk copy of its tile of the checkpoint, or of the codes of the read copy, then the
+   loads of the window's records;
 3. score the records with the tokens, each warp some of them, and append the tokens' keys and decays;
 4. after a barrier each warp multiplies 16 rows of the tile by all probes at once, adds the window's part, and, under a
    delta rule, solves for the tokens' records; it writes outputs and appends values;
-5. a row that folds then folds its committed records into the tile and writes it back: outputs never wait for that.
+5. a row that folds then folds its committed records into the tile and writes it back: outputs never wait for that. With
+   a read copy it folds them into the checkpoint in global memory, of which it then makes the copy anew.
 
 The committed records are read the same way whether a row folds or not, and an append lands outside of them.
 """
@@ -35,6 +37,7 @@ from cute_kernels.recurrences.base import Gate
 from cute_kernels.replay.channels import own_channels
 from cute_kernels.replay.cursor import RowCursor, is_padding, load_force, load_slot, load_span
 from cute_kernels.replay.draft import read_state, score_block
+from cute_kernels.replay.quant import TILE_ROWS, CopyPlaces, clear_scales, encode_rows
 from cute_kernels.replay.window import Place, address, store_scalar_if
 
 
@@ -129,7 +132,7 @@ def stage_probes(cta: Cta, early: DraftLoads, decays: list[list[Any]], records: 
 
 def append_key(cta: Cta, cursor: RowCursor, token: Any, words: list[Any], factor: Any) -> None:
     """Write a token's key to the ring as a block of records holds it, normalised where the layer does that."""
-    dtype, vector_bytes = cta.key.activation_dtype, cta.tile.vector * cta.tile.activation_size
+    dtype, vector_bytes = cta.key.activation_dtype, cta.tile.read_vector * cta.tile.activation_size
     if cta.policy.value_needs_state:
         words = pack([x * factor for x in unpack(words, dtype)], dtype)
     mine = cta.is_token(token) * leads_group(cta.key, cta.place)
@@ -169,7 +172,8 @@ def read_rows(cta: Cta, cursor: RowCursor, early: DraftLoads, loads: WindowLoads
     ]
     rows = [select(part.inside != 0, part.first - cta.place.lane // 4 * 2, Int32(0)) for part in cta.channels]
     probes = cta.staged if shape.channels else cta.probes(early.probes)
-    products = read_state(cta.key.checkpoint_dtype, cta.memory.state, rows, probes, terms)
+    dtype = cta.key.read_dtype or cta.key.checkpoint_dtype
+    products = read_state(dtype, cta.memory.state, rows, probes, terms, loads.scales)
     for i, (part, readouts) in enumerate(zip(cta.channels, products, strict=True)):
         for b, of_block in enumerate(readouts):
             readouts[b] = [x * factors[b][j % 2] for j, x in enumerate(of_block)]
@@ -222,6 +226,21 @@ def write_outputs(cta: Cta, part: Channels, outputs: list[list[Any]], epilogues:
             pair = [cta.policy.finish(block[i], epilogues[b][i]) for i in (e, 2 + e)]
             where = cta.input_place(cta.tensors.out, token, cta.place.head, cta.place.first_row + part.first)
             store_words_if(part.inside * cta.is_token(token), where, pack(pair, cta.key.activation_dtype))
+
+
+@cute.jit
+def write_copy(cta: Cta, cursor: RowCursor):
+    """Make the copy of this CTA's rows from the checkpoint, 16 rows a warp; the last CTA clears padding scales."""
+    key, shape = cta.key, cta.copy_shape
+    state = address(cta.tensors.pool.checkpoint, SIZE_BYTES[key.checkpoint_dtype], cursor.slot)
+    places = CopyPlaces.of(cta.tensors.pool.copy, cursor.slot)
+    first = cta.place.head * key.head_dim + cta.place.first_row
+    for tile in cutlass.range(cta.place.warp, cta.tile.rows // TILE_ROWS, WARPS, unroll=1):
+        encode_rows(shape, state, places, first + tile * TILE_ROWS, cta.place.lane)
+    if cutlass.const_expr(shape.tiles * TILE_ROWS > shape.rows):
+        if first + cta.tile.rows == shape.rows:
+            for tile in cutlass.range(shape.rows // TILE_ROWS + cta.place.warp, shape.tiles, WARPS, unroll=1):
+                clear_scales(shape, places, tile * TILE_ROWS, cta.place.lane)
 
 
 @cute.kernel
@@ -279,7 +298,11 @@ def verify_kernel(tensors: StepTensors, total: Int32, pad_slot: Int32, key: cutl
             tokens=num_tokens,
         )
         tile_at = address(tensors.pool.checkpoint, SIZE_BYTES[key.checkpoint_dtype], slot, head, place.first_row)
-        bulk_load(thread, state, tile_at, barrier, Int64(EVICT_NORMAL), tile.bytes)
+        read_at = tile_at
+        if cutlass.const_expr(key.read_dtype is not None):
+            codes = tensors.pool.copy.codes
+            read_at = address(codes, codes.element_type.width // 8, slot, head, place.first_row)
+        bulk_load(thread, state, read_at, barrier, Int64(EVICT_NORMAL), tile.bytes)
         cute.arch.barrier()
         loads = WindowLoads.start(cta, cursor)
         if cutlass.const_expr(key.rows.pdl):
@@ -297,3 +320,6 @@ def verify_kernel(tensors: StepTensors, total: Int32, pad_slot: Int32, key: cutl
         if cursor.folds:
             cute.arch.barrier()
             fold_records(tensors.pool, key, place, cursor, draft.decays.records, cta.memory, tile_at)
+            if cutlass.const_expr(key.read_dtype is not None):
+                cute.arch.barrier()  # a warp encodes rows that others have folded
+                write_copy(cta, cursor)

@@ -51,4 +51,5 @@ def step_key(
         value_dtype=None if replay.value_dtype is None else dtype_name(replay.value_dtype),
         decay_dtype=dtype_name(replay.decay_dtype),
         num_tokens=num_tokens,
+        read_dtype=dtype_name(replay.read_dtype) if replay.read_dtype and num_tokens else None,
     )

@@ -217,7 +217,7 @@ def _make_launch(
         cursors,
         parameters,
         _addresses(parameters),
-        convert(pool.tensors),
+        convert((*pool.tensors[:4], *pool.read_parts)),
         convert((cursors.ring_start, cursors.num_committed)),
         convert(parameters),
     )

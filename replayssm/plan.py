@@ -79,20 +79,13 @@ def _planned(
     if not isinstance(options, OPTIONS[layer.recurrence]):
         raise TypeError(f"options: expected {OPTIONS[layer.recurrence].__name__}, got {type(options).__name__}")
     replay.check_cuda()
-    if replay.read_dtype is not None and num_tokens:
-        raise NotImplementedError(
-            f"read_dtype: no CUDA kernel reads a copy so far, got {replay.read_dtype!r}; move the tensors to the CPU"
-        )
     key = step_key(layer, replay, options, num_tokens=num_tokens, rows=rows, ring_layout=ring_layout, config=config)
     source: tuned.Source = "explicit"
     if config is None:
         chosen, source = heuristic_config(key, batch, ARCHES[arch]) or StepConfig(), "heuristic"
-        # One token of rows that may have none runs the kernel of several, for which no table was measured.
-        found = (
-            None
-            if key.drafts and num_tokens == 1
-            else tuned.find(layer, replay, num_tokens=num_tokens, batch=batch, arch=arch)
-        )
+        # One token of rows that may have none runs the kernel of several, and a table knows no read copies.
+        known = replay.read_dtype is None and not (key.drafts and num_tokens == 1)
+        found = tuned.find(layer, replay, num_tokens=num_tokens, batch=batch, arch=arch) if known else None
         if found:
             chosen, source = replace(chosen, **found.choice.parameters), found.source
         key = replace(key, config=chosen)

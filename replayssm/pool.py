@@ -7,8 +7,8 @@
 | key | [slots, HK, R, K] | activation dtype | B | normalised k | normalised k |
 | decay | [slots, HV, R], KDA [.., R, K] | float32, KDA `decay_dtype` | dt after softplus | log-decay g | log-decay g |
 
-With `ReplaySpec.read_dtype` a slot also holds a copy of the checkpoint, which steps read while they do not fold, and
-with stochastic rounding a seed. All of a slot's parts belong together: `copy_slots` and `materialize` move them so.
+With `ReplaySpec.read_dtype` a slot also holds a copy of the checkpoint, which steps read instead of it, and with
+stochastic rounding a seed. All of a slot's parts belong together: `copy_slots` and `materialize` move them so.
 
 | field | shape | dtype |
 |---|---|---|

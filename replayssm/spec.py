@@ -119,8 +119,8 @@ class ReplaySpec:
         value_dtype: of the value records of GDN and KDA, which are computed: the activation dtype when None, or
             float32, which keeps what rounding them to 16 bits would lose.
         decay_dtype: of KDA's decay records: float32, or bfloat16, half as many bytes.
-        read_dtype: of a copy of the state that steps read while they do not fold, smaller than the checkpoint: "nvfp4",
-            "mxfp8", or float8_e4m3fn, int8, bfloat16 or float16; None for no copy. Folds start from the checkpoint.
+        read_dtype: of a copy of the state that steps read instead of it, smaller than the checkpoint: "nvfp4", "mxfp8",
+            or float8_e4m3fn, int8, bfloat16 or float16; None for no copy. Folds start from the checkpoint.
         rounding: of folded states to a 16-bit checkpoint: "nearest" even, or "stochastic" by the slot's seed.
 
     Raises:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cute_kernels.arch import Arch
-from cute_kernels.configs import SIZE_BYTES, THREADS, StepConfig, StepKey, Tile, heuristic_config, is_valid
+from cute_kernels.configs import SIZE_BYTES, THREADS, StepConfig, StepKey, Tile, heuristic_config, invalid_reason
 from replayssm.tuned import TUNED_FIELDS, Parameters, Shape
 
 FOLD_VALUES = (4, 8, 16, 32, 64)
@@ -80,7 +80,7 @@ def candidates(shape: Shape, batch: int, arch: Arch) -> tuple[Candidate, ...]:
     splits = [split for split in range(1, base.head_dim + 1) if base.head_dim % split == 0]
     tried = [replace(base, config=replace(base.config, split=s, fold_values=f)) for s in splits for f in FOLD_VALUES]
     kernels: dict[tuple[Any, ...], StepKey] = {}
-    for key in (base, *(key for key in tried if is_valid(key, arch))):
+    for key in (base, *(key for key in tried if invalid_reason(key, arch) is None)):
         kernels.setdefault(kernel_of(key), key)
     return tuple(Candidate(key, _ctas(key, arch)) for key in kernels.values())
 
@@ -93,7 +93,7 @@ def kernel_of(key: StepKey) -> tuple[Any, ...]:
 def _ctas(key: StepKey, arch: Arch) -> int:
     """So many share a multiprocessor as each finds room in its part, by the predicate that decides for one."""
     parts = range(2, MULTIPROCESSOR_THREADS // THREADS + 1)
-    fitting = [n for n in parts if is_valid(key, replace(arch, smem_bytes=_part_bytes(n)))]
+    fitting = [n for n in parts if invalid_reason(key, replace(arch, smem_bytes=_part_bytes(n))) is None]
     return max(fitting, default=1)
 
 

@@ -23,12 +23,14 @@ from cute_kernels.primitives.convert import unpack
 from cute_kernels.primitives.memory import (
     load_shared,
     load_shared_floats,
+    load_shared_words,
     store_shared,
     store_shared_half_if,
     store_shared_if,
 )
 from cute_kernels.primitives.mma import Fragment, bf16_terms, float_fragment, fragment, multiply
 from cute_kernels.primitives.reduce import broadcast, transposed_place, transposing_sum
+from cute_kernels.replay.codes import CodeScales, code_fragment, ordered, ordered_pairs, ordered_place
 from cute_kernels.replay.window import load_row_words
 
 LANES = (16, 8, 4, 2, 1)
@@ -37,19 +39,19 @@ QUAD = (1, 2)  # masks of the lanes that share a vector
 
 def load_block(source: Any, valid: Any, lane: Any, tile: Tile) -> list[Uint32]:
     """This lane's elements of a key or query whose first byte is at `source`, as `read_state` takes those of a row."""
-    vector_bytes = tile.vector * tile.activation_size
+    vector_bytes = tile.read_vector * tile.activation_size
     start = source + lane % 4 * vector_bytes
-    chunks = tile.d_state // (4 * tile.vector)
+    chunks = tile.d_state // (4 * tile.read_vector)
     return [w for c in range(chunks) for w in load_row_words(valid, start + c * 4 * vector_bytes, vector_bytes // 4)]
 
 
 def chunk_floats(tile: Tile, base: Any, row: Any, chunk: int, lane: Any) -> list[Float32]:
     """Of a row of decays by channel in shared memory, those of this lane's elements in a chunk."""
-    where = base + row * (tile.d_state * 4) + lane % 4 * (tile.vector * 4)
+    where = base + row * (tile.d_state * 4) + lane % 4 * (tile.read_vector * 4)
     return [
         x
-        for first in range(0, tile.vector, 4)
-        for x in load_shared_floats(where, 4, 16, offset=(chunk * 4 * tile.vector + first) * 4)
+        for first in range(0, tile.read_vector, 4)
+        for x in load_shared_floats(where, 4, 16, offset=(chunk * 4 * tile.read_vector + first) * 4)
     ]
 
 
@@ -57,7 +59,8 @@ def chunk_floats(tile: Tile, base: Any, row: Any, chunk: int, lane: Any) -> list
 class Vectors:
     """Blocks of queries or keys as a lane has them, for products with the state or with each other.
 
-    A chunk is 4 vectors of 16 bytes of the state, one a lane of the four that share a vector.
+    A chunk is 4 vectors of 16 bytes of the state, one a lane of the four that share a vector. Its elements come in the
+    order in which those of the state do (`codes.ordered`).
 
     Args:
         tile: says how `load_block` took them.
@@ -81,17 +84,20 @@ class Vectors:
 
     @property
     def chunks(self) -> int:
-        return self.tile.d_state // (4 * self.tile.vector)
+        return self.tile.d_state // (4 * self.tile.read_vector)
 
     def fragment(self, block: int, chunk: int, terms: int) -> Fragment:
         """One chunk of a block."""
         size = len(self.words[block]) // self.chunks
         words = self.words[block][chunk * size : (chunk + 1) * size]
+        bits = self.tile.read_bits
         if not self.tile.channels:
-            return fragment(words, self.dtype, terms)
+            if self.dtype == "bfloat16":
+                return fragment(ordered_pairs(words, bits), self.dtype, terms)
+            return float_fragment(ordered(unpack(words, self.dtype), bits), terms)
         decays = chunk_floats(self.tile, self.decays, self.decay_rows[block], chunk, self.lane)
         values = [x * y for x, y in zip(unpack(words, self.dtype), decays, strict=True)]
-        return float_fragment(values, terms)
+        return float_fragment(ordered(values, bits), terms)
 
 
 @dataclass(frozen=True)
@@ -112,17 +118,17 @@ class StagedVectors:
         """One channel of two vectors, `apart` vectors from each other."""
         for term, word in enumerate(bf16_terms(pair[0], pair[1], terms)):
             row = term * self.blocks * 8 + vector
-            where = self.base + row * self.tile.staged_vector_bytes + channel * 2
+            where = self.base + row * self.tile.staged_vector_bytes + ordered_place(channel, self.tile.read_bits) * 2
             store_shared_half_if(inside, where, word)
             store_shared_half_if(inside, where + apart * self.tile.staged_vector_bytes, word >> 16)
 
     def fragment(self, block: int, chunk: int, terms: int) -> Fragment:
         """One chunk of a block, as `Vectors.fragment`."""
-        vector = self.tile.vector
+        vector = self.tile.read_vector
         where = self.base + (block * 8 + self.lane // 4) * self.tile.staged_vector_bytes + self.lane % 4 * (vector * 2)
         step = self.blocks * 8 * self.tile.staged_vector_bytes
         skips = [term * step + chunk * vector * 8 for term in range(terms)]
-        words = [load_shared(where, vector // 2, offset=skip) for skip in skips]
+        words = [load_shared_words(where, vector // 2, 2 * vector, offset=skip) for skip in skips]
         return [[(of_term[i], of_term[i + 1]) for of_term in words] for i in range(0, vector // 2, 2)]
 
 
@@ -136,23 +142,35 @@ def score_block(probes: Vectors, blocks: list[int], keys: Vectors, block: int, t
 
 
 def read_state(
-    dtype: str, state: Any, first_rows: list[Any], probes: Vectors | StagedVectors, terms: int
+    dtype: str,
+    state: Any,
+    first_rows: list[Any],
+    probes: Vectors | StagedVectors,
+    terms: int,
+    scales: list[CodeScales],
 ) -> list[list[list[Float32]]]:
-    """Products of 16 rows of the tile at shared address `state` with each block of probes, for each first row."""
+    """Products of 16 rows of the tile at shared address `state` with each block of probes, for each first row.
+
+    Args:
+        dtype: of the tile, a checkpoint's or a copy's.
+        scales: of a copy whose codes have any, for each first row.
+    """
     tile, lane = probes.tile, probes.lane
-    row_bytes = tile.d_state * tile.state_size
-    bases = [state + (first + lane // 4 * 2) * row_bytes + lane % 4 * 16 for first in first_rows]
+    row_bytes, access = tile.d_state * tile.read_bits // 8, tile.read_vector * tile.read_bits // 8
+    bases = [state + (first + lane // 4 * 2) * row_bytes + lane % 4 * access for first in first_rows]
     sums = [[[Float32(0.0)] * 4 for _ in range(probes.blocks)] for _ in bases]
-    for c in range(tile.d_state // (4 * tile.vector)):
-        rows = [
-            [fragment(load_shared(base, 4, offset=i * row_bytes + c * 64), dtype, terms) for i in (0, 1)]
-            for base in bases
-        ]
+
+    def row(part: int, i: int, chunk: int) -> Fragment:
+        words = load_shared(bases[part], access // 4, offset=i * row_bytes + chunk * 4 * access)
+        return code_fragment(dtype, words, scales[part].factors(i, chunk)) if scales else fragment(words, dtype, terms)
+
+    for c in range(tile.d_state // (4 * tile.read_vector)):
+        rows = [[row(part, i, c) for i in (0, 1)] for part in range(len(bases))]
         for b in range(probes.blocks):
             right = probes.fragment(b, c, terms)
             for of_part, (upper, lower) in zip(sums, rows, strict=True):
                 of_part[b] = multiply(of_part[b], upper, lower, right, terms)
-    return sums
+    return [scales[i].scaled(of_part) for i, of_part in enumerate(sums)] if scales else sums
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from cute_kernels.primitives.memory import (
     EVICT_LAST,
     load_shared,
     load_shared_words,
+    load_words,
     store_shared,
     store_shared_half_if,
     store_shared_if,
@@ -26,12 +27,17 @@ from cute_kernels.replay.window import LoadedRecord
 
 @dataclass(frozen=True)
 class FoldStatics:
-    """What a fold knows while it is traced."""
+    """What a fold knows while it is traced.
+
+    Args:
+        staged: whether the tile is in shared memory; else it is read where it is written.
+    """
 
     tile: Tile
     state_dtype: str
     key_dtype: str
     value_dtype: str
+    staged: bool = True
 
 
 @dataclass(frozen=True)
@@ -123,10 +129,11 @@ def fold_tile(
     decays: cute.Tensor,
     probes: cute.Tensor,
 ):
-    """Fold the staged records into the tile in shared memory and write the tile to the checkpoint.
+    """Fold the staged records into the tile and write it to the checkpoint.
 
     Args:
-        state: shared address of the tile [rows][K] as read from the checkpoint; receives products (`product_at`).
+        state: shared address of the tile [rows][K] as read from the checkpoint, where it is staged; receives products
+            (`product_at`).
         checkpoint: global address of the same tile.
         num_records: staged records; zeros follow, since the window is staged in whole passes.
         decays: product of the decays of all staged records, one for all columns or one for each of this thread's.
@@ -143,7 +150,12 @@ def fold_tile(
         for i in cutlass.range_constexpr(tile.fold_block):
             for c in cutlass.range_constexpr(tile.fold_chunks):
                 skip = i * tile.fold_rows * row_bytes + c * tile.fold_lanes * 16
-                values = unpack(load_shared(state + offset, 4, offset=skip), statics.state_dtype)
+                words = (
+                    load_shared(state + offset, 4, offset=skip)
+                    if statics.staged
+                    else load_words(checkpoint + Int64(offset), 4, offset=skip)
+                )
+                values = unpack(words, statics.state_dtype)
                 for e in cutlass.range_constexpr(tile.vector):
                     decay = decays[c * tile.vector + e if tile.channels else 0]
                     sums[i * columns + c * tile.vector + e] = values[e] * decay

@@ -17,7 +17,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
-from cute_kernels.configs import SIZE_BYTES, WARP
+from cute_kernels.args import CopyTensors
+from cute_kernels.configs import CODE_BITS, SIZE_BYTES, WARP
 from cute_kernels.primitives.arithmetic import (
     difference,
     exact_reciprocal,
@@ -33,8 +34,8 @@ from cute_kernels.primitives.arithmetic import (
 from cute_kernels.primitives.convert import low_bytes, pack, pack_e4m3, unpack, unpack_e4m3
 from cute_kernels.primitives.memory import load_words, store_byte_if, store_words, store_words_if
 from cute_kernels.primitives.reduce import butterfly
+from cute_kernels.replay.window import address
 
-CODE_BITS = {"nvfp4": 4, "mxfp8": 8, "float8_e4m3fn": 8, "int8": 8, "bfloat16": 16, "float16": 16}
 BLOCK = {"nvfp4": 16, "mxfp8": 32}
 LARGEST_CODE = {"float8_e4m3fn": 448.0, "int8": 127.0}
 TILE_ROWS = 16
@@ -104,6 +105,12 @@ class CopyPlaces:
     codes: Int64
     scale: Int64
     tile_scale: Int64
+
+    @classmethod
+    def of(cls, copy: CopyTensors, slot: Any) -> CopyPlaces:
+        """The parts of a slot."""
+        parts = (copy.codes, copy.scale, copy.tile_scale)
+        return cls(*(Int64(0) if t is None else address(t, t.element_type.width // 8, slot) for t in parts))
 
 
 @dataclass(frozen=True)

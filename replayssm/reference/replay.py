@@ -12,7 +12,8 @@ never subtracted from another, so strong decays do not cancel and an infinite on
 
 Precision: a step computes with the u, k and decay of its own tokens, and with a state that it folds, as it has them
 in the compute dtype; they are rounded where they are stored and later steps see the rounded values. Where a pool has
-read copies, rows that do not fold take S0 from theirs; a fold takes it from the checkpoint and writes both.
+read copies, every row takes S0 from its own, and all committed records are pending to it; a fold takes its state from
+the checkpoint and writes both, for later steps to see.
 """
 
 from __future__ import annotations
@@ -83,13 +84,13 @@ def step(
     folds = fold_mask(count, num_tokens[rows], pool.replay.window, force_fold)
     A = inputs.A if isinstance(inputs, Mamba2Inputs) else None
 
-    state = fold(pool, cursors, slots, count.where(folds, 0), A=A, dtype=dtype)
-    pool.checkpoint[slots[folds]] = storage.rounded(pool, state[folds], slots[folds], cursors)
+    state = held = fold(pool, cursors, slots, count.where(folds, 0), A=A, dtype=dtype)
+    unfolded = count.where(~folds, 0)
     if pool.replay.read_dtype is not None:
-        storage.write_copy(pool, slots[folds])
-        state = state.where(folds[:, None, None, None], storage.read_copy(pool, slots).to(dtype))
-    pending = _records(pool, cursors, slots, count.where(~folds, 0), A, dtype)
-    readout, update = _attend(state, pending, fresh)
+        held, unfolded = storage.read_copy(pool, slots).to(dtype), count
+    pool.checkpoint[slots[folds]] = storage.rounded(pool, state[folds], slots[folds], cursors)
+    storage.write_copy(pool, slots[folds])
+    readout, update = _attend(held, _records(pool, cursors, slots, unfolded, A, dtype), fresh)
     result = fresh.finish(readout.transpose(1, 2)).to(out.dtype)
     if places is None:
         out.zero_()

@@ -27,7 +27,9 @@ from cute_kernels.arch import ARCHES
 from cute_kernels.compile import compile_only
 from cute_kernels.configs import GdnOptions, KdaOptions, Mamba2Options, Options, RowOptions
 from replayssm import plan_step
+from replayssm.keys import dtype_name
 from replayssm.model_launch import plan_fold
+from replayssm.spec import READ_FORMATS
 from tests.helpers.cases import ODD, RELEASED, Case
 from tests.helpers.cubin import resources
 from tests.helpers.sass import disassembled, histogram
@@ -48,9 +50,10 @@ class Kernel:
     arches: tuple[str, ...] = tuple(ARCHES)
 
 
-def _step(case: Case, options: Options = LAYER, **how: Any) -> Kernel:
+def _step(case: Case, options: Options = LAYER, read: str | None = None, **how: Any) -> Kernel:
     def arguments(arch: str) -> tuple[Any, ...]:
-        plan = plan_step(case.layer, case.replay, options, arch=arch, batch=64, num_tokens=case.T, **how)
+        replay = replace(case.replay, read_dtype=next((r for r in READ_FORMATS if read == dtype_name(r)), None))
+        plan = plan_step(case.layer, replay, options, arch=arch, batch=64, num_tokens=case.T, **how)
         return step.fake_arguments(plan.key)
 
     # Both Blackwells in the middle only: what compiles for one compiles nearly alike for the other, and time is short.
@@ -69,8 +72,8 @@ def _kernels() -> dict[str, Kernel]:
     """Steps of released models with each dtype of checkpoint and each head_dim and d_state that they have, a step with
     everything that is optional, one of d_state 64 and one of full precision; of each delta rule the layer with the most
     heads with both dtypes of checkpoint in use, and an odd one; of each recurrence a layer that verifies 4, 8 and 16
-    tokens, a flush and a materialize; both commits, and the cursors behind a flush; read copies in each format, and the
-    largest tile; the probes."""
+    tokens and one that reads copies, a flush and a materialize; both commits, and the cursors behind a flush; read
+    copies in each format, and the largest tile; the probes."""
     by_id = {case.id: case for case in (*RELEASED, *ODD)}
     steps = [
         "mamba2-HV128-G8-V64-K128-L16-T1-bf16-fp32",
@@ -102,6 +105,12 @@ def _kernels() -> dict[str, Kernel]:
     }.items():
         for case in (replace(by_id[name], T=tokens) for tokens in (4, 8, 16)):
             kernels[f"verify-{case.id}"] = _step(case, some)
+        for case, read in (
+            (by_id[name], "nvfp4"),
+            (replace(by_id[name], T=8), "nvfp4"),
+            (by_id[name], "float8_e4m3fn"),
+        ):
+            kernels[f"verify-{case.id}-{read}"] = _step(case, some, read)
     for name, key in {
         "commit-L16-T1": commit.CommitKey(16, 1),
         "commit-L16-T4-all": commit.CommitKey(16, 4, "int64", True, True),

@@ -6,10 +6,10 @@
 Every step mixes rows that read, rows that fold, rows that are forced to, and padding. One case for each way that the
 step is built: whole heads and heads shared by several CTAs, a window of one pass and of many, 16-bit and 32-bit state
 and activations, every optional input and none, packed and strided rings, dependent launches; several tokens, in one
-block of a matrix instruction and in two, and rows of different numbers of them. `commit` with and without its optional
-arguments. `materialize` with and without numbers of records, and `flush`, of rows with and without records and padding,
-in three layers of two geometries.
-Read copies in every format, made by themselves and behind folds. Numbers are compared by
+block of a matrix instruction and in two, rows of different numbers of them, and read copies. `commit` with and without
+its optional arguments. `materialize` with and without numbers of records, and `flush`, of rows with and without records
+and padding, in three layers of two geometries. Read copies in every format, made by themselves and behind folds.
+Numbers are compared by
 `tests/cute_kernels/test_step.py`, `tests/test_drafts.py`,
 `tests/test_ragged.py`, `tests/test_materialize.py` and `tests/test_read_copy.py`.
 """
@@ -65,6 +65,11 @@ STEPS: dict[str, tuple[Scene, dict[str, object]]] = {
                 {"config": StepConfig(split=2, precision="tf32")},
             ),
         )
+    },
+    **{
+        f"{kind}, {tokens} tokens, copy in {read}": (busy_scene(replace(base, T=tokens), read_dtype=read), {})
+        for kind, base in BASES.items()
+        for tokens, read in ((1, "nvfp4"), (4, "mxfp8"), (9, torch.int8))
     },
     **{f"{kind}, up to 4 tokens": (ragged(busy_scene(replace(base, T=4))), {}) for kind, base in BASES.items()},
 }

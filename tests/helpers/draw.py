@@ -228,9 +228,9 @@ def random_pool(
         tensors = {
             name: torch.zeros((slots, shape[0], shape[1] + 1, *shape[2:]), dtype=dtype)[:, :, : shape[1]]
             for name, (shape, dtype) in record_shapes(layer, replay).items()
-            if name != "checkpoint"
+            if name in ("value", "key", "decay")
         }
-        pool = Pool(layer, replay, pool.checkpoint, **tensors)
+        pool = replace(pool, **tensors)
     pool.checkpoint.copy_(torch.randn(pool.checkpoint.shape, generator=generator))
     pool.checkpoint[count < 0] = float("nan")
     pool.value.copy_(torch.randn(pool.value.shape, generator=generator))

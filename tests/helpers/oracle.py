@@ -22,7 +22,8 @@ from torch import Tensor
 import replayssm
 from cute_kernels.configs import RingLayout
 from replayssm import Cursors, Pool, ReplaySpec
-from replayssm.reference import recurrence
+from replayssm.pool import READ_PARTS
+from replayssm.reference import recurrence, storage
 from replayssm.reference import replay as reference
 from tests.helpers.cases import Case
 from tests.helpers.draw import (
@@ -65,6 +66,7 @@ class Scene:
         index_dtype: of `cache_indices`.
         seed: of everything drawn.
         lengths: tokens of each row, 0 to `case.T`, with `cu_seqlens`; None gives every row `case.T` without it.
+        read_dtype: of read copies, made of the checkpoints; None for none.
     """
 
     case: Case
@@ -77,11 +79,12 @@ class Scene:
     index_dtype: torch.dtype = torch.int64
     seed: int = 0
     lengths: tuple[int, ...] | None = None
+    read_dtype: Any = None
 
     @property
     def replay(self) -> ReplaySpec:
         capacity = self.capacity or self.case.window + self.case.T + 1
-        return replace(self.case.replay, ring_capacity=capacity)
+        return replace(self.case.replay, ring_capacity=capacity, read_dtype=self.read_dtype)
 
     def on(self, device: torch.device | str) -> Work:
         """The tensors of the step, with two slots that no row uses."""
@@ -97,6 +100,7 @@ class Scene:
         start[indices[live]] = chosen[live].int()
         count[indices[live]] = torch.tensor(self.counts)[live].int()
         pool = random_pool(self.case.layer, replay, start, count, generator, self.ring_layout)
+        storage.write_copy(pool, torch.arange(slots))
         inputs = make_inputs(self.case, len(self.counts), generator, self.given)
         inputs = per_token(inputs, lambda x: x.masked_fill(~live.view(-1, *[1] * (x.dim() - 1)), float("nan")))
         if self.lengths is not None:
@@ -122,7 +126,7 @@ class Work:
 
     def to(self, device: torch.device) -> Work:
         """The same step in memory of its own, with the same strides, on a device."""
-        tensors = {name: like(getattr(self.pool, name), device) for name in NAMES}
+        tensors = {name: like(getattr(self.pool, name), device) for name in (*NAMES, *self.pool.state_names[1:])}
         inputs = self.inputs._replace(**{n: like(t, device) for n, t in tensors_of(self.inputs).items()})
         return replace(
             self,
@@ -251,11 +255,12 @@ def mistakes(
     findings += excess("output", got, *(given.of_tokens(right)[0] for right in (baseline, want)), keep=(0, 1))
     states = [one.pool.checkpoint[folding] for one in (work, twin, exact)]
     findings += excess("checkpoint", *states, keep=(0, 1))
+    storage.write_copy(_with_state(given.pool, work.pool.checkpoint), folding)
     findings += _appended((work, twin, exact), given)
     given.pool.checkpoint[folding] = states[0]
-    for name in NAMES:
+    for name in (*NAMES, *work.pool.state_names[1:]):
         if not same_bytes(getattr(work.pool, name), getattr(given.pool, name)):
-            findings.append(f"{name}: bytes beside the appended records and the folded states changed")
+            findings.append(f"{name}: bytes beside the appended records and the folded states changed, or a wrong copy")
     for name in ("ring_start", "num_committed"):
         if not torch.equal(getattr(work.cursors, name), getattr(given.cursors, name)):
             findings.append(f"{name}: a step must leave the cursors")
@@ -279,7 +284,16 @@ def in_float64(work: Work) -> Work:
     """The same step with float64 memory, which a real pool refuses: nothing is rounded where it is stored."""
     pool: Any = SimpleNamespace(layer=work.pool.layer, replay=work.pool.replay)
     vars(pool).update({name: getattr(work.pool, name).double() for name in NAMES})
+    for name, held in zip(READ_PARTS, work.pool.read_parts, strict=True):
+        setattr(pool, name, None if held is None else held.clone())
     return replace(work, pool=pool)
+
+
+def _with_state(pool: Pool, checkpoint: Tensor) -> Any:
+    """The same memory under another checkpoint."""
+    return SimpleNamespace(
+        **{**{name: getattr(pool, name) for name in ("replay", *READ_PARTS)}, "checkpoint": checkpoint}
+    )
 
 
 def _appended(works: tuple[Work, Work, Work], given: Work) -> list[str]:

@@ -1,0 +1,179 @@
+"""Fragments of codes for tensor cores: each code times the scale of its block is one exact bfloat16.
+
+Codes become the leading bits of a bfloat16 by shifts and masks, two at a time from the two halves of a word; what that
+lacks in exponent, and the scale of the block, are exact products in bfloat16. The scale of a row or of 16 rows
+multiplies the float32 sums. Pairs from two halves put the elements of K into another order (`ordered`), which the
+probes take too.
+
+| dtype | pairs of a word | a pair is the code times | then times | sums times |
+|---|---|---|---|---|
+| nvfp4 | nibbles j and j + 4 | 2**-126 | block scale * 2**64 | tile scale * 2**62 |
+| mxfp8, float8_e4m3fn | bytes j and j + 2 | 2**-120 | 2**120; mxfp8 the block scale | row scale, mxfp8 nothing |
+| int8 | bytes j and j + 2 | 1, as (128 + low bits) - (128 or 256) | | row scale |
+
+MXFP8 rounds values below 2**-126, those of blocks whose largest is below 2**-115, to bfloat16's subnormals.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Float32, Int64, Uint32
+
+from cute_kernels.configs import Tile
+from cute_kernels.primitives.arithmetic import select
+from cute_kernels.primitives.memory import load_words
+from cute_kernels.primitives.mma import Fragment
+from cute_kernels.replay.quant import ATOM_BLOCKS, BLOCK, CopyPlaces, CopyShape, scale_at
+
+ptx = cute.arch.inline_ptx
+SCALED = ("nvfp4", "mxfp8", "float8_e4m3fn", "int8")
+SIGNS = 0x80008000
+TWO_92, TWO_120 = 0x6D806D80, 0x7B807B80  # pairs of bfloat16
+TWO_62 = 2.0**62
+
+
+def group(bits: int) -> int:
+    """Elements of a word whose pairs come from its two halves; 2 where they are neighbours."""
+    return max(2, 32 // bits)
+
+
+def ordered(values: list[Any], bits: int) -> list[Any]:
+    """Elements of K in the order of the pairs of codes of so many bits."""
+    half = group(bits) // 2
+    places = [first + j + e * half for first in range(0, len(values), 2 * half) for j in range(half) for e in (0, 1)]
+    return [values[place] for place in places]
+
+
+def ordered_pairs(words: list[Any], bits: int) -> list[Uint32]:
+    """The same for packed pairs of 16 bits."""
+    size, found = group(bits) // 2, []
+    if size == 1:
+        return words
+    for first in range(0, len(words), size):
+        for low, high in zip(words[first : first + size // 2], words[first + size // 2 : first + size], strict=True):
+            for choice in ("0x5410", "0x7632"):
+                text = "prmt.b32 {$w0}, {$r0}, {$r1}, %s;" % choice
+                found.append(ptx(text, write_only_types=[Uint32], read_only_args=[low, high]))
+    return found
+
+
+def ordered_place(channel: Any, bits: int) -> Any:
+    """Where an element of K comes in that order."""
+    size = group(bits)
+    if size == 2:
+        return channel
+    within = channel % size
+    return channel - within + within % (size // 2) * 2 + within // (size // 2)
+
+
+def times(x: Any, y: Any) -> Uint32:
+    """Products of two pairs of bfloat16."""
+    return ptx("mul.rn.bf16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[x, y])
+
+
+def times_constant(x: Any, pair: int) -> Uint32:
+    """Products of a pair of bfloat16 and a constant one."""
+    text = "{.reg .b32 c; mov.b32 c, %d; mul.rn.bf16x2 {$w0}, {$r0}, c;}" % pair
+    return ptx(text, write_only_types=[Uint32], read_only_args=[x])
+
+
+def less(x: Any, y: Any) -> Uint32:
+    """Differences of two pairs of bfloat16."""
+    return ptx("sub.rn.bf16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[x, y])
+
+
+def shifted(word: Any, left: int) -> Uint32:
+    """The word shifted to the left, or where that is negative to the right."""
+    return word << left if left > 0 else word >> -left if left < 0 else word
+
+
+def code_pairs(dtype: str, word: Any, factor: Any) -> list[Uint32]:
+    """A word of codes as pairs of bfloat16, in order."""
+    if dtype == "nvfp4":
+        return [
+            times((shifted(word, 12 - 4 * j) & Uint32(SIGNS)) | (shifted(word, 6 - 4 * j) & Uint32(0x01C001C0)), factor)
+            for j in range(4)
+        ]
+    pairs = []
+    for left in (8, 0):
+        if dtype == "int8":
+            low = shifted(word, left - 8)
+            bits, signs = (low & Uint32(mask) | Uint32(0x43004300) for mask in (0x007F007F, 0x00800080))
+            pairs.append(less(bits, signs))
+            continue
+        size = shifted(word, left - 4) & Uint32(0x07F007F0)
+        pair = times_constant((shifted(word, left) & Uint32(SIGNS)) | size, TWO_120)
+        pairs.append(pair if factor is None else times(pair, factor))
+    return pairs
+
+
+def code_fragment(dtype: str, words: list[Any], factors: list[Any]) -> Fragment:
+    """The fragment of a vector of codes.
+
+    Args:
+        factors: of each block of 16 codes, where blocks have scales.
+    """
+    made: Fragment = []
+    of_block = BLOCK["nvfp4"] * 4 // 32 if dtype == "nvfp4" else len(words)
+    for i, word in enumerate(words):
+        pairs = code_pairs(dtype, word, factors[i // of_block] if factors else None)
+        made += [[(pairs[j], pairs[j + 1])] for j in range(0, len(pairs), 2)]
+    return made
+
+
+@dataclass(frozen=True)
+class CodeScales:
+    """Scales of two neighbouring rows, as a lane needs them.
+
+    Args:
+        words: of each row, and each chunk of K, four scale bytes of blocks, shifted so that this lane's are the lowest;
+            empty where scales are those of rows.
+        rows: float32 scales of the two rows; empty where there are none.
+    """
+
+    dtype: str
+    words: list[list[Uint32]]
+    rows: list[Float32]
+
+    @classmethod
+    def load(cls, shape: CopyShape, tile: Tile, places: CopyPlaces, row: Any, lane4: Any) -> CodeScales:
+        """Start the loads for rows `row` and `row` + 1 of all heads."""
+        dtype, words, rows = shape.read_dtype, [], []
+        for i in (0, 1):
+            of_row = []
+            for first in range(0, tile.d_state if shape.blocks else 0, 4 * tile.read_vector):
+                block = (first + lane4 * tile.read_vector) // BLOCK[dtype]
+                (word,) = load_words(places.scale + Int64(scale_at(shape, row + i, block & -ATOM_BLOCKS)), 1)
+                of_row.append(word >> Uint32((block & 3) * 8))
+            words.append(of_row)
+            if dtype == "nvfp4" and i == 0:
+                (word,) = load_words(places.tile_scale + Int64((row >> 4) * 4), 1)
+                rows = [word.bitcast(Float32)] * 2
+            elif not shape.blocks:
+                rows += [load_words(places.scale + Int64((row + i) * 4), 1)[0].bitcast(Float32)]
+        return cls(dtype, words, rows)
+
+    def factors(self, row: int, chunk: int) -> list[Uint32]:
+        """Of each 16 codes of this lane's vector in a chunk: the scale as a pair of bfloat16, see the table above."""
+        if not self.words[row]:
+            return []
+        word = self.words[row][chunk]
+        if self.dtype == "mxfp8":
+            byte = word & Uint32(0xFF)
+            # 2**(byte - 127); 2**-127 is a subnormal.
+            half = select(byte == Uint32(0), Uint32(0x40), byte << 7)
+            half = select(byte == Uint32(0xFF), Uint32(0x7FC0), half)
+            return [half | half << 16]
+        pairs = [((word >> shift & Uint32(0xFF)) * Uint32(0x00100010)) for shift in (0, 8)]
+        return [times_constant(times_constant(pair, TWO_92), TWO_92) for pair in pairs]
+
+    def scaled(self, sums: list[list[Any]]) -> list[list[Any]]:
+        """Sums of products, (row, probe), (row, next probe), (next row, probe), .., with the scales of rows."""
+        if not self.rows:
+            return sums
+        if self.dtype == "nvfp4":
+            sums = [[x * Float32(TWO_62) for x in block] for block in sums]
+        return [[x * self.rows[i // 2] for i, x in enumerate(block)] for block in sums]

@@ -1,0 +1,241 @@
+"""The compiled step reads the copy and folds the checkpoint, executed instruction by instruction on a CPU.
+
+Numbers: one step against the replay form in float64 that starts from the decoded copies, within the bounds of the steps
+without copies; what a fold writes against that fold, and its copy bit for bit against `reference.quant.encode`. Grid:
+`RUNS`, in which each recurrence meets each format, and 1, 4 and 9 tokens, every d_state and head_dim, every dtype of
+checkpoint, splits, both architectures and rows of different lengths occur; in each, rows that read, that fold, that are
+forced to, and padding. All codes with random scales; scales at the ends of their range; what is not finite. A copy that
+is poison changes no fold. Each launch runs with asynchronous copies as early and as late as they may be, and must give
+the same bits. Teeth: faults in the PTX are caught.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+
+from cute_kernels.configs import StepConfig
+from replayssm.pool import READ_PARTS
+from replayssm.reference import replay as reference
+from replayssm.reference import storage
+from replayssm.spec import READ_FORMATS, RECURRENCES, ReadDtype, Recurrence
+from tests.helpers.cases import Case
+from tests.helpers.oracle import F32, PAD, Scene, Work, mistakes, ragged
+from tests.helpers.tolerance import same_bytes
+from tests.ptx import recorder
+from tests.ptx.launches import Bench, Interpreted, swap
+from tests.ptx.machine import TroubleError
+
+pytestmark = pytest.mark.skipif(recorder.why_no_recorder() is not None, reason=str(recorder.why_no_recorder()))
+F16, BF16, FP8, INT8 = torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int8
+
+
+@dataclass(frozen=True)
+class Run:
+    """A layer with its copy, how it is called and for which architecture."""
+
+    case: Case
+    read: ReadDtype
+    arch: str = "sm_90a"
+    split: int = 1
+    ragged: bool = False
+
+    @property
+    def id(self) -> str:
+        read = str(self.read).removeprefix("torch.")
+        return f"{self.arch}-{self.case.id}-{read}-split{self.split}{'-ragged' * self.ragged}"
+
+    @property
+    def scene(self) -> Scene:
+        """Rows that read, fold, are forced to fold, and padding."""
+        counts = (2, self.case.window, PAD, 1)
+        scene = Scene(self.case, counts, forced=(3,), ring_layout="head_major", read_dtype=self.read)
+        return ragged(scene) if self.ragged else scene
+
+
+def case(kind: Recurrence, V: int, K: int, T: int, *dtypes: torch.dtype) -> Case:
+    """Of one head, with dtypes of activation and checkpoint."""
+    return Case(kind, 1, 1, V, K, max(5, T + 2), T, *dtypes)
+
+
+FORMATS: tuple[ReadDtype, ...] = ("nvfp4", "mxfp8", FP8, INT8, BF16, F16)
+RUNS = (
+    *(
+        Run(case(kind, 64, 64, 9 if i == j else (1, 4)[(i + j) % 2], (BF16, F32, F16)[j % 3], F32), read)
+        for i, kind in enumerate(RECURRENCES)
+        for j, read in enumerate(FORMATS)
+    ),
+    Run(case("mamba2", 80, 256, 1, BF16, F32), "nvfp4"),
+    Run(case("mamba2", 64, 128, 1, F32, BF16), FP8, ragged=True),
+    Run(case("gdn", 128, 64, 4, BF16, F16), "nvfp4", "sm_103a", split=2),
+    Run(case("gdn", 64, 256, 1, BF16, BF16), "mxfp8", "sm_103a", ragged=True),
+    Run(case("kda", 64, 128, 1, F16, F16), "nvfp4", ragged=True),
+)
+
+
+def after(run: Run, mode: Any, seed: int) -> list[torch.Tensor]:
+    """All that a step wrote, once it is known to be right."""
+    bench, outputs = Bench(run.arch, mode, seed), []
+    work = Interpreted.of(run.scene, bench)
+    config = StepConfig(run.split, 32)
+    assert mistakes(work, after=lambda work, out: outputs.append(out), config=config) == [], (mode, seed)
+    (launch,) = bench.launches
+    assert f".target {run.arch}" in launch.ptx and "mma.sync" in launch.ptx
+    return [*outputs, *work.written()]
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.id)
+def test_a_step_reads_the_copy_and_folds_the_checkpoint(run: Run) -> None:
+    late = after(run, "late", 1)
+    if run.split > 1 or run.ragged:
+        assert all(same_bytes(a, b) for a, b in zip(late, after(run, "early", 0), strict=True))
+
+
+def test_the_grid_covers_what_it_says() -> None:
+    assert {(run.case.recurrence, run.read) for run in RUNS} == {(k, r) for k in RECURRENCES for r in READ_FORMATS}
+    for kind in RECURRENCES:
+        runs = [run for run in RUNS if run.case.recurrence == kind]
+        assert {run.case.T for run in runs} == {1, 4, 9} and any(run.ragged for run in runs)
+        assert {run.case.activation for run in runs} == {F32, BF16, F16}
+    assert {run.case.V for run in RUNS} == {64, 80, 128} and {run.case.K for run in RUNS} == {64, 128, 256}
+    assert {run.case.checkpoint for run in RUNS} == {F32, BF16, F16}
+
+
+# What a copy may hold.
+
+PLAIN = {read: Run(case("mamba2", 64, 64, 1, F32, F32), read) for read in FORMATS}
+
+
+def with_bytes(run: Run, codes: torch.Tensor, scale: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Work:
+    """A step whose copies hold these codes, one after the other, and other scales."""
+    work = run.scene.on("cpu")
+    held, scales = work.pool.read_codes, work.pool.read_scale
+    assert held is not None
+    held.view(torch.uint8).copy_(codes.repeat(held.numel() // len(codes) + 1)[: held.numel()].view(held.shape))
+    if scale is not None and scales is not None:
+        scales.copy_(scale(scales))
+    if work.pool.read_tile_scale is not None:
+        work.pool.read_tile_scale.fill_(2.0**-3)
+    return work
+
+
+@pytest.mark.parametrize("read", ["nvfp4", "mxfp8", FP8, INT8], ids=str)
+def test_every_code_is_read(read: ReadDtype) -> None:
+    """All bytes of codes but those of NaN, in an odd period so that each is met in every place, with random scales."""
+    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8)
+    codes = codes if read in ("nvfp4", INT8) else codes[codes & 0x7F != 0x7F]
+    codes = codes[: len(codes) - 1 + len(codes) % 2]
+    generator = torch.Generator().manual_seed(3)
+
+    def scale(given: torch.Tensor) -> torch.Tensor:
+        if given.is_floating_point():
+            return torch.rand(given.shape, generator=generator) + 0.5
+        low, high = (0x20, 0x60) if read == "nvfp4" else (124, 130)
+        return torch.randint(low, high, given.shape, generator=generator).to(torch.uint8)
+
+    assert mistakes(Interpreted.of(with_bytes(PLAIN[read], codes, scale), Bench("sm_90a", "late"))) == []
+
+
+@pytest.mark.parametrize(("byte", "low", "high"), [(0, 0.0, 1e-30), (1, 0.0, 1e-30), (60, 0, 1e-12), (190, 1e18, 1e30)])
+def test_scales_of_blocks_at_the_ends_of_their_range(byte: int, low: float, high: float) -> None:
+    """MXFP8: a block as small as can be counts as 0 at least, never as something else."""
+    run = PLAIN["mxfp8"]
+    scene = replace(run.scene, counts=(0,), forced=())
+    work = scene.on("cpu")
+    zero = work.clone()
+    for one, codes in ((work, 0x7E), (zero, 0)):
+        assert one.pool.read_codes is not None and one.pool.read_scale is not None
+        one.pool.read_codes.fill_(codes)
+        one.pool.read_scale.fill_(byte)
+    outs = [Interpreted.of(one, Bench("sm_90a", "early")).step() for one in (work, zero)]
+    reach = (outs[0] - outs[1]).abs()
+    assert bool(outs[0].isfinite().all()) and low <= float(reach.max()) <= high
+
+
+@pytest.mark.parametrize("read", FORMATS, ids=str)
+def test_what_is_not_finite_stays_within_what_shares_its_scale(read: ReadDtype) -> None:
+    """A NaN and an infinity reach the outputs that the twin says, and no others."""
+    work = PLAIN[read].scene.on("cpu")
+    work.pool.checkpoint[work.slots, 0, 20, 3], work.pool.checkpoint[work.slots, 0, 50, 40] = torch.nan, torch.inf
+    storage.write_copy(work.pool, work.slots)
+    twin = work.clone()
+    want = reference.step(twin.pool, twin.cursors, twin.inputs, cache_indices=twin.cache_indices)
+    out = Interpreted.of(replace(work, force_fold=None), Bench("sm_90a", "late")).step()
+    assert torch.equal(out.isfinite(), want.isfinite())
+    assert 0 < int((~out.isfinite()).sum()) < out.numel()
+
+
+@pytest.mark.parametrize("kind", RECURRENCES)
+def test_a_poisoned_copy_changes_no_fold(kind: Recurrence) -> None:
+    run = Run(case(kind, 64, 64, 4, BF16, F32), "nvfp4")
+    clean, poisoned = (Interpreted.of(run.scene, Bench("sm_90a", "late")) for _ in range(2))
+    for name in READ_PARTS:
+        tensor = getattr(poisoned.pool, name)
+        tensor[poisoned.slots] = torch.full_like(tensor, torch.nan if tensor.is_floating_point() else 0x7F)[:1]
+    folding = clean.slots[clean.fold_counts() > 0]
+    outs = [clean.step(), poisoned.step()]
+    assert len(folding) == 2 and not same_bytes(*outs)  # teeth
+    for name in ("checkpoint", *READ_PARTS):
+        assert same_bytes(*(getattr(work.pool, name)[folding] for work in (clean, poisoned))), name
+
+
+# Teeth.
+
+BARRIER = r"bar\.sync\s+0;"
+FAULTS: dict[ReadDtype, dict[str, Callable[[str], str]]] = {
+    "nvfp4": {
+        "no barrier before the copy": swap(BARRIER, "", -1),
+        "no wait for the codes": swap(r"bra\.uni\s+LAB_WAIT;", ""),
+        "the scale of another block": swap(r"shl\.b32(\s+%r\d+, %r\d+), 3;", r"shl.b32\1, 4;", -1),
+        "no scale of the tile": swap(r"mul\.f32(\s+%r\d+), (%r\d+), 0f5E800000;", r"mov.b32\1, \2;"),
+        "a code without its sign": swap("-2147450880", "0", 1),
+        "a code without its last bit": swap("29360576", "25165952", 2),
+        "a copy that is not made": swap(r"st\.global\.v2\.b32[^;]*;", "", -1),
+        "probes in another order": swap(r"prmt\.b32 (%r\d+), (%r\d+), (%r\d+), 0x5410;", r"mov.b32 \1, \2;"),
+    },
+    "mxfp8": {
+        "a power of two too many": swap(r"shl\.b32(\s+%r\d+, %r\d+), 7;", r"shl.b32\1, 8;", -1),
+        "a code without its first bit": swap("133171184", "66062320", 1),
+        "half of the exponent": swap("2072017792", "1065369472"),
+    },
+    INT8: {
+        "a sign that is not read": swap("8388736", "0", 1),
+        "the scale of the next row": swap(r"(ld\.global\.b32 %r\d+, \[%rd\d+)\+0\];", r"\1+4];", -1),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("read", "fault"), [(read, fault) for read, faults in FAULTS.items() for fault in faults], ids=str
+)
+def test_a_fault_in_the_kernel_is_caught(read: ReadDtype, fault: str) -> None:
+    run = Run(case("mamba2", 64, 64, 1, BF16, F32), read)
+    try:
+        found = mistakes(Interpreted.of(run.scene, Bench("sm_90a", "late", change=FAULTS[read][fault])))
+    except TroubleError as trouble:
+        found = [str(trouble)]
+    assert found
+
+
+@pytest.mark.parametrize("read", FAULTS, ids=str)
+def test_the_kernel_without_a_fault_passes(read: ReadDtype) -> None:
+    run = Run(case("mamba2", 64, 64, 1, BF16, F32), read)
+    assert mistakes(Interpreted.of(run.scene, Bench("sm_90a", "late"))) == []
+
+
+def test_a_shared_tile_holds_codes() -> None:
+    """A CTA takes shared memory for the codes, not for the checkpoint."""
+    taken = {}
+    for read in (None, "nvfp4"):
+        bench = Bench("sm_90a")
+        Interpreted.of(
+            replace(PLAIN["nvfp4"].scene, read_dtype=read, case=case("mamba2", 64, 64, 4, BF16, F32)), bench
+        ).step()
+        taken[read] = bench.launches[0].shared_bytes
+    assert taken["nvfp4"] == taken[None] - 64 * 64 * 4 + 64 * 64 // 2
