@@ -24,7 +24,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_kernels.args import CursorTensors, MoveTensors, PoolTensors, fake_vector
 from cute_kernels.compile import compiled
-from cute_kernels.configs import SIZE_BYTES, THREADS, WARP, StepKey, Tile
+from cute_kernels.configs import SIZE_BYTES, THREADS, StepKey, Tile
 from cute_kernels.dtypes import CUTLASS_DTYPE
 from cute_kernels.primitives.bulk import bulk_init, bulk_load, bulk_wait
 from cute_kernels.primitives.memory import EVICT_NORMAL, load_pair, load_shared, load_words, store_words
@@ -99,18 +99,9 @@ def store_tile(thread: Int32, state: Int32, to: Int64, num_bytes: cutlass.Conste
 def materialize_kernel(table: cute.Tensor, cursors: CursorTensors, rows: MoveTensors, key: cutlass.Constexpr):
     """One CTA: see this module's docstring."""
     layer, tile = key.layer, Tile.of(key.layer)
-    thread, _, _ = cute.arch.thread_idx()
-    block, row, number = cute.arch.block_idx()
-    head = block // layer.config.split
-    place = Place(
-        row=row,
-        head=head,
-        group=head // (layer.num_v_heads // layer.num_k_heads),
-        first_row=(block % layer.config.split) * tile.rows,
-        thread=thread,
-        lane=thread % WARP,
-        warp=thread // WARP,
-    )
+    _, row, number = cute.arch.block_idx()
+    place = Place.of(layer, row)
+    thread, head = place.thread, place.head
     smem = cutlass.AddressSpace.smem
     state = cutlass.Array(Uint32, (tile.bytes // 4,), space=smem, alignment=128)
     staging = cutlass.Array(Uint32, (tile.staging_bytes // 4,), space=smem, alignment=16)

@@ -39,7 +39,7 @@ from cute_kernels.args import (
     StepTensors,
 )
 from cute_kernels.compile import compiled
-from cute_kernels.configs import LANES_PER_RECORD, SIZE_BYTES, THREADS, WARP, GdnOptions, KdaOptions, StepKey, Tile
+from cute_kernels.configs import LANES_PER_RECORD, SIZE_BYTES, THREADS, GdnOptions, KdaOptions, StepKey, Tile
 from cute_kernels.dtypes import CUTLASS_DTYPE
 from cute_kernels.encode import fake_copy
 from cute_kernels.primitives.arithmetic import exp2, opaque, select
@@ -254,19 +254,10 @@ def step_kernel(tensors: StepTensors, pad_slot: Int32, key: cutlass.Constexpr):
     moved behind them, 150 instead of 136 us for bfloat16 at batch 256), and the gate, a long chain, is computed in
     each branch.
     """
-    tile, config = Tile.of(key), key.config
-    thread, _, _ = cute.arch.thread_idx()
-    block, row, _ = cute.arch.block_idx()
-    head = block // config.split
-    place = Place(
-        row=row,
-        head=head,
-        group=head // (key.num_v_heads // key.num_k_heads),
-        first_row=(block % config.split) * tile.rows,
-        thread=thread,
-        lane=thread % WARP,
-        warp=thread // WARP,
-    )
+    tile = Tile.of(key)
+    _, row, _ = cute.arch.block_idx()
+    place = Place.of(key, row)
+    thread, head = place.thread, place.head
     smem = cutlass.AddressSpace.smem
     state = cutlass.Array(Uint32, (tile.bytes // 4,), space=smem, alignment=128)
     staging = cutlass.Array(Uint32, (tile.staging_bytes // 4,), space=smem, alignment=16)

@@ -23,7 +23,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from cute_kernels.args import StepTensors
-from cute_kernels.configs import SIZE_BYTES, WARP, DraftShape, Tile
+from cute_kernels.configs import SIZE_BYTES, DraftShape, Tile
 from cute_kernels.drafts import WARPS, Channels, Cta, Draft, DraftLoads, WindowLoads, load_probes
 from cute_kernels.primitives.arithmetic import LOG2_E, at_most, exp2, select
 from cute_kernels.primitives.bulk import bulk_init, bulk_load, bulk_wait
@@ -249,19 +249,10 @@ def verify_kernel(tensors: StepTensors, total: Int32, pad_slot: Int32, key: cutl
 
     `total` is the extent of the inputs' token axis.
     """
-    tile, shape, config = Tile.of(key), DraftShape.of(key), key.config
-    thread, _, _ = cute.arch.thread_idx()
-    block, row, _ = cute.arch.block_idx()
-    head = block // config.split
-    place = Place(
-        row=Int32(0) if key.rows.has_cu_seqlens else row,
-        head=head,
-        group=head // (key.num_v_heads // key.num_k_heads),
-        first_row=(block % config.split) * tile.rows,
-        thread=thread,
-        lane=thread % WARP,
-        warp=thread // WARP,
-    )
+    tile, shape = Tile.of(key), DraftShape.of(key)
+    _, row, _ = cute.arch.block_idx()
+    place = Place.of(key, Int32(0) if key.rows.has_cu_seqlens else row)
+    thread, head = place.thread, place.head
     smem = cutlass.AddressSpace.smem
     state_memory = cutlass.Array(Uint32, (tile.bytes // 4,), space=smem, alignment=128)
     staging_memory = cutlass.Array(Uint32, (shape.staging_bytes(tile) // 4,), space=smem, alignment=16)

@@ -8,7 +8,7 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
-from cute_kernels.configs import LANES_PER_RECORD, WARP, Tile
+from cute_kernels.configs import LANES_PER_RECORD, WARP, StepKey, Tile
 from cute_kernels.primitives.convert import pack, unpack
 from cute_kernels.primitives.memory import KEEP, STREAM, load_half_if, load_words_if, store_half_if, store_words_if
 
@@ -24,6 +24,22 @@ class Place:
     thread: Int32
     lane: Int32
     warp: Int32
+
+    @classmethod
+    def of(cls, key: StepKey, row: Any) -> Place:
+        """The place of this thread, where the CTAs of a row lie along the grid's x axis, those of a head together."""
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        head = block // key.config.split
+        return cls(
+            row=row,
+            head=head,
+            group=head // (key.num_v_heads // key.num_k_heads),
+            first_row=(block % key.config.split) * Tile.of(key).rows,
+            thread=thread,
+            lane=thread % WARP,
+            warp=thread // WARP,
+        )
 
 
 def address(tensor: cute.Tensor, size: int, *index: Any) -> Int64:

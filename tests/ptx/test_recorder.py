@@ -54,7 +54,8 @@ def groups_of(work: Work, out: Tensor) -> list[Any]:
     x, dt, B, C, A, D, z, dt_bias, *_ = work.inputs
     rows = (work.cache_indices, None if work.force_fold is None else work.force_fold.view(torch.uint8), None)
     cursors = (work.cursors.ring_start, work.cursors.num_committed)
-    return [work.pool.tensors, cursors, rows, (x, dt, B, C, z), (A, D, dt_bias), out, work.pad_slot_id]
+    pool = (*work.pool.tensors[:4], *work.pool.read_parts)
+    return [pool, cursors, rows, (x, dt, B, C, z), (A, D, dt_bias), out, work.pad_slot_id]
 
 
 def flat(groups: list[Any]) -> list[Tensor]:
