@@ -6,9 +6,10 @@ three ring layouts, both index dtypes, dependent launch; rows that read and rows
 head_dim 80, one that folds, around the end of the ring, and padding; of each delta rule a group of two heads, whole,
 and one head, split, whose records are stored in pieces. With several tokens, rows that read and fold, of Mamba-2 a
 group of two heads, of Gated DeltaNet a split head, of Kimi Delta Attention one row of a whole head: more of that takes
-the tool minutes. A CTA that appends beside one that reads its window is what no schedule of the interpreter shows. The
-verdicts stand in docs/records/static.json and must not get worse. Teeth: faults in the PTX, and two rows of one slot,
-each change the verdict; faults that the tool cannot see are named as such.
+the tool minutes. Steps that read a copy, and launches that make copies, in two and three formats. A CTA that appends
+beside one that reads its window is what no schedule of the interpreter shows. The verdicts stand in
+docs/records/static.json and must not get worse. Teeth: faults in the PTX, and two rows of one slot, each change the
+verdict; faults that the tool cannot see are named as such.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ import torch
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
 from cute_kernels.configs import RingLayout, StepConfig
-from replayssm.spec import Recurrence
+from replayssm import make_pool, model_launch
+from replayssm.spec import ReadDtype, Recurrence
 from tests.helpers.cases import Case
 from tests.helpers.draw import AnyGiven, DeltaGiven
 from tests.helpers.oracle import BARE, F32, PAD, Given, Scene
@@ -62,6 +64,7 @@ class Run:
     layout: RingLayout = "record_major"
     index: torch.dtype = torch.int32
     commits: bool = False
+    read: ReadDtype | None = None
 
     @property
     def scene(self) -> Scene:
@@ -74,6 +77,7 @@ class Run:
             starts=tuple(self.case.window - i % 2 for i in range(len(self.counts))),
             ring_layout=self.layout,
             index_dtype=self.index,
+            read_dtype=self.read,
         )
 
     def verdict(self, change: Callable[[str], str] = str, *, same_slot: bool = False) -> Verdict:
@@ -93,10 +97,25 @@ class Run:
         return verify(launch, tuple(contents))
 
 
+@dataclass(frozen=True)
+class Copies:
+    """A launch that makes the read copies of four slots."""
+
+    read: ReadDtype
+
+    def verdict(self) -> Verdict:
+        pool = make_pool(SINGLE.layer, replace(SINGLE.replay, read_dtype=self.read), 4)
+        slots, bench = torch.arange(4), Bench(ARCH)
+        with bench.installed():
+            model_launch.cuda_write_read_copy(slots, (pool,))
+        (launch,) = bench.launches
+        return verify(launch, (slots,))
+
+
 PAIR, SINGLE = (case((heads, 1, 64, 64), 5, BF16, F32) for heads in (2, 1))
 DELTA = replace(SINGLE, recurrence="gdn")
 SEVERAL, DELTA_SEVERAL = replace(SINGLE, T=2), replace(DELTA, T=2)
-RUNS = {
+RUNS: dict[str, Any] = {
     "step, all inputs, a group of two heads": Run(PAIR, (3, 4, PAD), forced=(1,)),
     "step, two CTAs a head, head-major, no mask": Run(
         case((1, 1, 64, 64), 17, F32, F16), (16, 17), given=Given(D=None, dt_bias=None), split=2, layout="head_major"
@@ -122,6 +141,11 @@ RUNS = {
     "gdn verify 2 tokens, two CTAs a head": Run(case((1, 1, 64, 64), 5, BF16, BF16, kind="gdn", T=2), (3, 4), split=2),
     "kda verify 2 tokens, a row that reads": Run(replace(DELTA_SEVERAL, recurrence="kda"), (3,)),
     "kda verify 2 tokens, a row that folds": Run(replace(DELTA_SEVERAL, recurrence="kda"), (5,)),
+    "step, a copy in fp8": Run(SINGLE, (3, 5), read=torch.float8_e4m3fn),
+    "gdn step, a copy in nvfp4": Run(DELTA, (3, 5), read="nvfp4"),
+    "copies in nvfp4": Copies("nvfp4"),
+    "copies in mxfp8": Copies("mxfp8"),
+    "copies in int8": Copies(torch.int8),
     "commit, two CTAs": Run(SINGLE, tuple(range(4)) * 40, forced=(0, 5, 130), commits=True),
     "commit, int64": Run(SINGLE, (2, PAD, 5), index=torch.int64, commits=True),
 }  # fmt: skip
@@ -260,6 +284,9 @@ def main() -> None:
         "not_decided": {
             "equivalence": "not asked for: with given contents the tool answers unsupported, 'comparison context: "
             "expected nonnegative integer'; for a commit whose slot is a constant in its PTX, equivalence_not_proven",
+            "materialize": "its synchronization passes; its memory stays incomplete, 'symbolic offsets in absolute "
+            "global address may overlap under the address invariants', as its addresses come from a table; the launch "
+            "behind it, which moves the cursors, is race_free",
             "probes": "not launched through the recorder",
         }
     }
