@@ -19,7 +19,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64, Uint32
+from cutlass import Boolean, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_kernels.args import CursorTensors, MoveTensors, PoolTensors, fake_vector
@@ -102,17 +102,13 @@ def materialize_kernel(table: cute.Tensor, cursors: CursorTensors, rows: MoveTen
     _, row, number = cute.arch.block_idx()
     place = Place.of(layer, row)
     thread, head = place.thread, place.head
-    smem = cutlass.AddressSpace.smem
-    state = cutlass.Array(Uint32, (tile.bytes // 4,), space=smem, alignment=128)
-    staging = cutlass.Array(Uint32, (tile.staging_bytes // 4,), space=smem, alignment=16)
-    barrier = cutlass.Array(Int64, (1,), space=smem, alignment=8).data_ptr()
-    shared = TileMemory(Int32(state.data_ptr().toint()), Int32(staging.data_ptr().toint()), barrier)
+    shared = TileMemory.allocate(tile.bytes, tile.staging_bytes)
     source = load_slot(rows.source, row, layer.rows.index_dtype)
     destination = source
     if cutlass.const_expr(key.has_destination):
         destination = load_slot(rows.destination, row, layer.rows.index_dtype)
     pool, rate = layer_tensors(table, number, layer)
-    bulk_init(thread, barrier)
+    bulk_init(thread, shared.arrival)
     cute.arch.barrier()
     if (source >= 0) & (destination >= 0):
         most = None
@@ -127,7 +123,7 @@ def materialize_kernel(table: cute.Tensor, cursors: CursorTensors, rows: MoveTen
             tile_at, to = (
                 address(pool.checkpoint, size, Int64(slot), head, place.first_row) for slot in (source, destination)
             )
-            bulk_load(thread, shared.state, tile_at, barrier, Int64(EVICT_NORMAL), tile.bytes)
+            bulk_load(thread, shared.state, tile_at, shared.arrival, Int64(EVICT_NORMAL), tile.bytes)
             cute.arch.barrier()  # the loads of the records stay behind the copy, as in a step
             decays = load_decays(pool, rate, layer, place, cursor, shared)
             if cutlass.const_expr(tile.channels):
@@ -135,7 +131,7 @@ def materialize_kernel(table: cute.Tensor, cursors: CursorTensors, rows: MoveTen
             if cursor.folds:
                 fold_records(pool, layer, place, cursor, decays, shared, to)
             else:
-                bulk_wait(barrier)
+                bulk_wait(shared.arrival)
                 store_tile(thread, shared.state, to, tile.bytes)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
@@ -115,12 +116,21 @@ def append_folded_decay(pool: PoolTensors, place: Place, cursor: RowCursor, gate
 class TileMemory:
     """Shared addresses of a CTA: its tile of the checkpoint, and what is staged beside it.
 
-    `arrival` is the barrier of the tile's copy where a fold must wait for it, else None.
+    `arrival` is the barrier of the tile's copy, None for a fold that need not wait for it.
     """
 
     state: Int32
     staging: Int32
-    arrival: Any = None
+    arrival: Any
+
+    @classmethod
+    def allocate(cls, tile_bytes: int, staging_bytes: int) -> TileMemory:
+        """Reserve the memory; `bulk_init` must make the barrier."""
+        smem = cutlass.AddressSpace.smem
+        state = cutlass.Array(Uint32, (tile_bytes // 4,), space=smem, alignment=128)
+        staging = cutlass.Array(Uint32, (staging_bytes // 4,), space=smem, alignment=16)
+        barrier = cutlass.Array(Int64, (1,), space=smem, alignment=8)
+        return cls(Int32(state.data_ptr().toint()), Int32(staging.data_ptr().toint()), barrier.data_ptr())
 
 
 @dataclass(frozen=True)

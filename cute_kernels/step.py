@@ -16,12 +16,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_kernels.args import (
@@ -53,6 +52,7 @@ from cute_kernels.primitives.memory import (
 from cute_kernels.records import (
     LaneRecords,
     RowLoads,
+    TileMemory,
     TokenLoads,
     Window,
     append_folded_decay,
@@ -89,16 +89,7 @@ def write_output(
     store_scalar_if(inside, where, policy_of(key).finish(value, epilogue), key.activation_dtype)
 
 
-@dataclass(frozen=True)
-class Shared:
-    """A CTA's shared memory: addresses of the tile and of the records or partial sums; the barrier of the copy."""
-
-    state: Int32
-    staging: Int32
-    barrier: Any
-
-
-def read_row(tensors: StepTensors, key: StepKey, place: Place, loads: RowLoads, shared: Shared) -> None:
+def read_row(tensors: StepTensors, key: StepKey, place: Place, loads: RowLoads, shared: TileMemory) -> None:
     """A row that only reads its checkpoint."""
     policy, tile, dtype = policy_of(key), Tile.of(key), key.activation_dtype
     delta, outputs = policy.value_needs_state, loads.early.outputs
@@ -128,7 +119,7 @@ def read_row(tensors: StepTensors, key: StepKey, place: Place, loads: RowLoads, 
         own_score = append_key(tensors.pool, key, place, loads.cursor, probes)
         probes = decayed(tile, probes, shared.staging, place)
     cute.arch.barrier()
-    bulk_wait(shared.barrier)
+    bulk_wait(shared.arrival)
     products = read_tile(tile, key.checkpoint_dtype, shared.state, probes, place.lane, outputs.first_row)
     if delta and not policy.decays_per_channel:  # late: 0.5 us of 137 at batch 256 (bfloat16, H200, 2026-11-29)
         own_score = append_key(tensors.pool, key, place, loads.cursor, probes)
@@ -167,7 +158,7 @@ def append_value(
     store_scalar_if(inside, where, value, key.record_dtype)
 
 
-def fold_row(tensors: StepTensors, key: StepKey, place: Place, loads: RowLoads, shared: Shared) -> None:
+def fold_row(tensors: StepTensors, key: StepKey, place: Place, loads: RowLoads, shared: TileMemory) -> None:
     """A row that folds its committed records first."""
     policy, tile, size = policy_of(key), Tile.of(key), SIZE_BYTES[key.activation_dtype]
     gate = policy.gate(tuple(None if x is None else opaque(x) for x in loads.early.token))
@@ -183,7 +174,7 @@ def fold_row(tensors: StepTensors, key: StepKey, place: Place, loads: RowLoads, 
         stage_record(stage, statics, index, place.lane % LANES_PER_RECORD, record, weight)
     probes, score_token = load_fold_probes(tensors, key, place, loads.cursor, stage)
     cute.arch.barrier()
-    bulk_wait(shared.barrier)
+    bulk_wait(shared.arrival)
     slot, head = loads.cursor.slot, place.head
     checkpoint = address(tensors.pool.checkpoint, SIZE_BYTES[key.checkpoint_dtype], slot, head, place.first_row)
     decays = fold_factors(tile, shared.staging, tile.padded_window, stage.column_lane) if channels else [window.decay]
@@ -258,16 +249,12 @@ def step_kernel(tensors: StepTensors, pad_slot: Int32, key: cutlass.Constexpr):
     _, row, _ = cute.arch.block_idx()
     place = Place.of(key, row)
     thread, head = place.thread, place.head
-    smem = cutlass.AddressSpace.smem
-    state = cutlass.Array(Uint32, (tile.bytes // 4,), space=smem, alignment=128)
-    staging = cutlass.Array(Uint32, (tile.staging_bytes // 4,), space=smem, alignment=16)
-    barrier = cutlass.Array(Int64, (1,), space=smem, alignment=8)
-    shared = Shared(Int32(state.data_ptr().toint()), Int32(staging.data_ptr().toint()), barrier.data_ptr())
+    shared = TileMemory.allocate(tile.bytes, tile.staging_bytes)
     if cutlass.const_expr(key.rows.pdl):
         cute.arch.griddepcontrol_wait()
     slot = load_slot(tensors.rows.cache_indices, row, key.rows.index_dtype)
     early = TokenLoads.start(tensors, key, place)
-    bulk_init(thread, shared.barrier)
+    bulk_init(thread, shared.arrival)
     cute.arch.barrier()
     if is_padding(slot, pad_slot):
         where = address(tensors.out, SIZE_BYTES[key.activation_dtype], row, 0, head, place.first_row + thread)
@@ -285,7 +272,7 @@ def step_kernel(tensors: StepTensors, pad_slot: Int32, key: cutlass.Constexpr):
         # stay (265 -> 251 us at batch 256); rows that fold write it back, and evict-first would cost 559 -> 583 us.
         policy = select(cursor.folds, Int64(EVICT_NORMAL), Int64(EVICT_FIRST))
         tile_at = address(tensors.pool.checkpoint, SIZE_BYTES[key.checkpoint_dtype], slot, head, place.first_row)
-        bulk_load(thread, shared.state, tile_at, shared.barrier, policy, tile.bytes)
+        bulk_load(thread, shared.state, tile_at, shared.arrival, policy, tile.bytes)
         cute.arch.barrier()
         loads = RowLoads.start(tensors, key, place, cursor, early)
         if cutlass.const_expr(tile.channels):

@@ -16,6 +16,7 @@ The committed records are read the same way whether a row folds or not, and an a
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import cutlass
@@ -253,11 +254,7 @@ def verify_kernel(tensors: StepTensors, total: Int32, pad_slot: Int32, key: cutl
     _, row, _ = cute.arch.block_idx()
     place = Place.of(key, Int32(0) if key.rows.has_cu_seqlens else row)
     thread, head = place.thread, place.head
-    smem = cutlass.AddressSpace.smem
-    state_memory = cutlass.Array(Uint32, (tile.bytes // 4,), space=smem, alignment=128)
-    staging_memory = cutlass.Array(Uint32, (shape.staging_bytes(tile) // 4,), space=smem, alignment=16)
-    barrier = cutlass.Array(Int64, (1,), space=smem, alignment=8).data_ptr()
-    state, staging = Int32(state_memory.data_ptr().toint()), Int32(staging_memory.data_ptr().toint())
+    shared = TileMemory.allocate(tile.bytes, shape.staging_bytes(tile))
     if cutlass.const_expr(key.rows.pdl):
         cute.arch.griddepcontrol_wait()
     slot = load_slot(tensors.rows.cache_indices, row, key.rows.index_dtype)
@@ -270,9 +267,11 @@ def verify_kernel(tensors: StepTensors, total: Int32, pad_slot: Int32, key: cutl
         # A row without tokens has nothing to do; what it loads meanwhile is another row's.
         first_token = select(num_tokens == 0, Int32(0), first_token)
         padding = padding | (num_tokens == 0)
-    cta = Cta(tensors, key, place, Channels.of(tile, place), first_token, num_tokens, TileMemory(state, staging))
+    # Every row waits for the tile before it folds.
+    memory = replace(shared, arrival=None)
+    cta = Cta(tensors, key, place, Channels.of(tile, place), first_token, num_tokens, memory)
     early = DraftLoads.start(cta)
-    bulk_init(thread, barrier)
+    bulk_init(thread, shared.arrival)
     cute.arch.barrier()
     if padding:
         for token in cutlass.range_constexpr(shape.tokens):
@@ -293,7 +292,7 @@ def verify_kernel(tensors: StepTensors, total: Int32, pad_slot: Int32, key: cutl
         if cutlass.const_expr(key.read_dtype is not None):
             codes = tensors.pool.copy.codes
             read_at = address(codes, codes.element_type.width // 8, slot, head, place.first_row)
-        bulk_load(thread, state, read_at, barrier, Int64(EVICT_NORMAL), tile.bytes)
+        bulk_load(thread, shared.state, read_at, shared.arrival, Int64(EVICT_NORMAL), tile.bytes)
         cute.arch.barrier()
         loads = WindowLoads.start(cta, cursor)
         if cutlass.const_expr(key.rows.pdl):
@@ -306,7 +305,7 @@ def verify_kernel(tensors: StepTensors, total: Int32, pad_slot: Int32, key: cutl
             append_decays(cta, cursor, draft.gate)
         score_records(cta, cursor, early, loads, draft)
         cute.arch.barrier()
-        bulk_wait(barrier)
+        bulk_wait(shared.arrival)
         read_rows(cta, cursor, early, loads, draft)
         if cursor.folds:
             cute.arch.barrier()

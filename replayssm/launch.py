@@ -177,6 +177,12 @@ def value_of(inputs: Any) -> Tensor:
     return inputs.x if isinstance(inputs, Mamba2Inputs) else inputs.v
 
 
+def check_row_count(name: str, rows: int) -> None:
+    """Refuse more rows than a grid has."""
+    if rows > MAX_ROWS:
+        raise NotImplementedError(f"{name}: a launch takes up to {MAX_ROWS} rows, got {rows}; split the batch")
+
+
 def _check_decodes(inputs: Inputs, rows: int) -> None:
     """Refuse what the CUDA kernels do not cover."""
     if type(inputs) not in SPLIT:
@@ -184,8 +190,7 @@ def _check_decodes(inputs: Inputs, rows: int) -> None:
             f"inputs: CUDA kernels exist for {', '.join(kind.__name__ for kind in SPLIT)}, got "
             f"{type(inputs).__name__}; move the tensors to the CPU"
         )
-    if rows > MAX_ROWS:
-        raise NotImplementedError(f"cache_indices: a launch takes up to {MAX_ROWS} rows, got {rows}; split the batch")
+    check_row_count("cache_indices", rows)
 
 
 def _make_launch(

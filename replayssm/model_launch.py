@@ -61,7 +61,7 @@ def cuda_materialize(
 
     Arguments are checked. Layers of one geometry (`LayerSpec` and `ReplaySpec`) share a launch, whatever their strides.
     """
-    _check_rows("slots" if destination is None else "source", source)
+    launch.check_row_count("slots" if destination is None else "source", source.shape[0])
     if source.shape[0] == 0:  # nothing to launch
         return
     layers = tuple((pool.layer, pool.replay, table_row(pool, rate)) for pool, rate in zip(pools, A, strict=True))
@@ -74,7 +74,7 @@ def cuda_materialize(
 
 def cuda_write_read_copy(slots: Tensor, pools: tuple[Pool, ...]) -> None:
     """Make the read copies of some slots; negative ones are padding. Arguments are checked."""
-    _check_rows("slots", slots)
+    launch.check_row_count("slots", slots.shape[0])
     if slots.shape[0] == 0:  # nothing to launch
         return
     for pool in pools:
@@ -84,20 +84,18 @@ def cuda_write_read_copy(slots: Tensor, pools: tuple[Pool, ...]) -> None:
             if kernel is None:
                 arch = launch.arch_of(pool.device)
                 kernel = pool.launches[signature] = copy_kernel(pool.layer, pool.replay, arch, slots.dtype, False)
-            assert kernel is not None
             kernel(pool.checkpoint, pool.read_parts, (slots, None, None))
 
 
 def copy_kernel(
     layer: LayerSpec, replay: ReplaySpec, arch: str, index_dtype: torch.dtype, has_destination: bool
-) -> Callable[..., None] | None:
-    """The kernel of a layer's read copies, None where it has none.
+) -> Callable[..., None]:
+    """The kernel of a layer's read copies, which it has.
 
     Raises:
         NotImplementedError: no kernel exists for this layer; the message names the limit.
     """
-    if replay.read_dtype is None:
-        return None
+    assert replay.read_dtype is not None
     module = launch.kernel_modules().encode
     if reason := module.invalid_reason(layer.head_dim, layer.d_state):
         raise NotImplementedError(reason)
@@ -111,13 +109,6 @@ def copy_kernel(
         has_destination=has_destination,
     )
     return module.kernel(key, arch)
-
-
-def _check_rows(name: str, rows: Tensor) -> None:
-    if rows.shape[0] > launch.MAX_ROWS:
-        raise NotImplementedError(
-            f"{name}: a launch takes up to {launch.MAX_ROWS} rows, got {rows.shape[0]}; split them into several calls"
-        )
 
 
 def table_row(pool: Pool, rate: Tensor | None) -> Row:
@@ -147,7 +138,10 @@ def _make_launch(
         )
         table = torch.tensor(rows, dtype=torch.int64, device=cursors.device)
         made.append((modules.materialize.kernel(key, arch), table))
-    copies = [copy_kernel(layer, replay, arch, index_dtype, has_destination) for layer, replay, _ in layers]
+    copies = [
+        copy_kernel(layer, replay, arch, index_dtype, has_destination) if replay.read_dtype is not None else None
+        for layer, replay, _ in layers
+    ]
     key = modules.empty.EmptyKey(dtype_name(index_dtype), has_destination)
     return ModelLaunch(made, copies, modules.empty.kernel(key, arch))
 
