@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
-
-from cute_kernels.arch import Arch
 
 SIZE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 CODE_BITS = {"nvfp4": 4, "mxfp8": 8, "float8_e4m3fn": 8, "int8": 8, "bfloat16": 16, "float16": 16}
 WARP = 32
 LANES_PER_RECORD = 8
-THREADS = 128
-READOUT_ROWS = THREADS // LANES_PER_RECORD  # that a CTA covers at once
-LARGEST_TILE_BYTES = 40 * 1024
+THREADS = 128  # of a CTA of the kernels that have no configuration
+ROW_BLOCK = 16  # rows of a product of several tokens
 RingLayout = Literal["record_major", "head_major", "strided"]
 Precision = Literal["fp32", "tf32", "bf16"]
 TERMS: dict[Precision, int] = {"fp32": 3, "tf32": 2, "bf16": 1}
@@ -25,6 +22,8 @@ class StepConfig:
 
     Args:
         split: CTAs that share the V rows of one head.
+        warps: of a CTA: 4 or 8, and for several tokens, or where a copy is read, also 1 or 2.
+        ctas: CTAs that the registers of a multiprocessor must have room for; 1 leaves it to the compiler.
         fold_values: state values that a thread of a fold keeps in registers at a time.
         precision: of the products of several tokens, on tensor cores: a float32 factor becomes the sum of 3 bfloat16
             terms ("fp32", all of its 24 bits), of 2 ("tf32", 16 bits, more than TF32 has) or 1 ("bf16", 8 bits).
@@ -32,6 +31,8 @@ class StepConfig:
     """
 
     split: int = 1
+    warps: int = 4
+    ctas: int = 1
     fold_values: int = 16
     precision: Precision = "fp32"
 
@@ -144,6 +145,7 @@ class Tile:
     """
 
     rows: int
+    warps: int
     d_state: int
     state_size: int
     activation_size: int
@@ -159,6 +161,7 @@ class Tile:
     def of(cls, key: StepKey) -> Tile:
         return cls(
             rows=key.head_dim // key.config.split,
+            warps=key.config.warps,
             d_state=key.d_state,
             state_size=SIZE_BYTES[key.checkpoint_dtype],
             activation_size=SIZE_BYTES[key.activation_dtype],
@@ -181,8 +184,13 @@ class Tile:
         return min(128 // self.read_bits, self.d_state // 4)
 
     @property
-    def warps(self) -> int:
-        return THREADS // WARP
+    def threads(self) -> int:
+        return self.warps * WARP
+
+    @property
+    def readout_rows(self) -> int:
+        """Rows that the readout of a CTA covers at once."""
+        return self.threads // LANES_PER_RECORD
 
     @property
     def vector(self) -> int:
@@ -191,12 +199,7 @@ class Tile:
 
     @property
     def records_per_pass(self) -> int:
-        return THREADS // LANES_PER_RECORD
-
-    @property
-    def passes(self) -> int:
-        """Passes over the window, each of `records_per_pass` records."""
-        return -(-self.window // self.records_per_pass)
+        return self.threads // LANES_PER_RECORD
 
     @property
     def key_chunks(self) -> int:
@@ -225,7 +228,7 @@ class Tile:
     @property
     def fold_rows(self) -> int:
         """Rows that the CTA's fold covers at once."""
-        return THREADS // self.fold_lanes
+        return self.threads // self.fold_lanes
 
     @property
     def fold_steps(self) -> int:
@@ -246,7 +249,8 @@ class Tile:
 
     @property
     def padded_window(self) -> int:
-        return self.passes * self.records_per_pass
+        """The window in whole 16s, which all that is staged of it has."""
+        return -(-self.window // 16) * 16
 
     @property
     def key_size(self) -> int:
@@ -308,11 +312,12 @@ class DraftShape:
     window: int
     terms: int
     channels: bool
+    warps: int
 
     @classmethod
     def of(cls, key: StepKey) -> DraftShape:
-        channels = isinstance(key.options, KdaOptions)
-        return cls(key.num_tokens, key.probes, key.window, TERMS[key.config.precision], channels)
+        channels, config = isinstance(key.options, KdaOptions), key.config
+        return cls(key.num_tokens, key.probes, key.window, TERMS[config.precision], channels, config.warps)
 
     @property
     def token_blocks(self) -> int:
@@ -344,8 +349,8 @@ class DraftShape:
     def between_bytes(self) -> int:
         """Shared memory of what passes between tokens: decays [token block][token][token], or where channels decay by
         themselves the scores that each warp has summed over its channels, [warp][token][probe][token]."""
-        tables = self.probes * (THREADS // WARP) if self.channels else self.token_blocks
-        return tables * self.tokens * self.tokens * 4
+        tables = self.probes * self.warps if self.channels else self.token_blocks
+        return -(-tables * self.tokens * self.tokens * 4 // 16) * 16
 
     def vectors_bytes(self, tile: Tile) -> int:
         """Shared memory of the probes as the state meets them, where channels decay by themselves: [term][probe][K]."""
@@ -356,45 +361,3 @@ class DraftShape:
         records."""
         own = tile.channel_bytes + self.scores_bytes + self.between_bytes + self.vectors_bytes(tile)
         return max(own, tile.staging_bytes)
-
-
-def invalid_reason(key: StepKey, arch: Arch) -> str | None:
-    """Why this key has no kernel on this architecture, or None: the one statement of what the SIMT step supports."""
-    if key.d_state not in (64, 128, 256):
-        return f"d_state: supported are 64, 128 and 256, got {key.d_state}"
-    if key.head_dim not in (64, 80, 128):
-        return f"head_dim: supported are 64, 80 and 128, got {key.head_dim}"
-    if not 1 <= key.num_v_heads <= 256:
-        return f"num_v_heads: supported are 1 to 256, got {key.num_v_heads}"
-    config, tile = key.config, Tile.of(key)
-    if key.head_dim % config.split or tile.rows % READOUT_ROWS:
-        return f"split: {key.head_dim} rows do not split into {config.split} parts of whole {READOUT_ROWS}s"
-    if config.precision not in TERMS:
-        return f"precision: supported are {', '.join(TERMS)}, got {config.precision}"
-    needed = tile.smem_bytes
-    if key.drafts:
-        needed += DraftShape.of(key).staging_bytes(tile) - tile.staging_bytes
-    if needed > arch.smem_bytes:
-        return f"shared memory: {needed} bytes, {arch.name} has {arch.smem_bytes}; raise split"
-    return None
-
-
-def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
-    """A configuration without a measurement of the shape; None if no split makes the tile fit.
-
-    One CTA a head, unless its tile would leave room for few on a multiprocessor. Splitting heads further does not pay
-    even where most multiprocessors stay idle: 16 to 128 heads at batch 1 to 8 took as long or longer with 2 or 4 CTAs a
-    head, since each repeats the work on the window (H200, 2026-11-29, docs/performance.md). A float32 checkpoint leaves
-    registers to fold 32 values at a time. With two probes shared memory limits the CTAs before registers do, and a
-    16-bit one folds as many (GDN at batch 256: 403 -> 353 us, non-flush 135.6 and 135.5).
-
-    Products of several tokens are as precise as what is made of them: 16 bits for outputs and records of 16 bits.
-    """
-    del batch  # no measured shape wants another choice at another batch
-    fold_values = 32 if key.checkpoint_dtype == "float32" or key.probes > 1 else 16
-    precision: Precision = "fp32" if "float32" in (key.activation_dtype, key.record_dtype) else "tf32"
-    for split in (1, 2, 4, 5, 8):
-        candidate = replace(key, config=StepConfig(split, fold_values, precision))
-        if not invalid_reason(candidate, arch) and Tile.of(candidate).bytes <= LARGEST_TILE_BYTES:
-            return candidate.config
-    return None

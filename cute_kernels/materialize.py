@@ -24,7 +24,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_kernels.args import CursorTensors, MoveTensors, PoolTensors, fake_vector
 from cute_kernels.compile import compiled
-from cute_kernels.configs import SIZE_BYTES, THREADS, StepKey, Tile
+from cute_kernels.configs import SIZE_BYTES, StepKey, Tile
 from cute_kernels.dtypes import CUTLASS_DTYPE
 from cute_kernels.primitives.bulk import bulk_init, bulk_load, bulk_wait
 from cute_kernels.primitives.memory import EVICT_NORMAL, load_pair, load_shared, load_words, store_words
@@ -88,10 +88,10 @@ def load_decays(
 
 
 @cute.jit
-def store_tile(thread: Int32, state: Int32, to: Int64, num_bytes: cutlass.Constexpr[int]):
+def store_tile(thread: Int32, state: Int32, to: Int64, tile: cutlass.Constexpr):
     """Write the tile in shared memory to global memory, bit for bit."""
-    for i in cutlass.range(num_bytes // (THREADS * 16), unroll=4):
-        offset = (i * THREADS + thread) * 16
+    for i in cutlass.range(tile.bytes // (tile.threads * 16), unroll=4):
+        offset = (i * tile.threads + thread) * 16
         store_words(to + Int64(offset), load_shared(state + offset, 4))
 
 
@@ -132,7 +132,7 @@ def materialize_kernel(table: cute.Tensor, cursors: CursorTensors, rows: MoveTen
                 fold_records(pool, layer, place, cursor, decays, shared, to)
             else:
                 bulk_wait(shared.arrival)
-                store_tile(thread, shared.state, to, tile.bytes)
+                store_tile(thread, shared.state, to, tile)
 
 
 @cute.jit
@@ -142,7 +142,7 @@ def materialize_launch(
     """Host side of the launch: one CTA for each part of each head, of each row, in each layer."""
     materialize_kernel(table, cursors, rows, key).launch(
         grid=[key.layer.num_v_heads * key.layer.config.split, rows.source.shape[0], table.shape[0]],
-        block=[THREADS, 1, 1],
+        block=[Tile.of(key.layer).threads, 1, 1],
         stream=stream,
     )
 

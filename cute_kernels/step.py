@@ -38,7 +38,7 @@ from cute_kernels.args import (
     StepTensors,
 )
 from cute_kernels.compile import compiled
-from cute_kernels.configs import LANES_PER_RECORD, SIZE_BYTES, THREADS, GdnOptions, KdaOptions, StepKey, Tile
+from cute_kernels.configs import LANES_PER_RECORD, SIZE_BYTES, GdnOptions, KdaOptions, StepConfig, StepKey, Tile
 from cute_kernels.dtypes import CUTLASS_DTYPE
 from cute_kernels.encode import fake_copy
 from cute_kernels.primitives.arithmetic import exp2, opaque, select
@@ -305,6 +305,11 @@ def compact(group: Any) -> Any:
     return cute.make_tensor(group.iterator, cute.make_layout(tuple(1 for _ in strides), stride=tuple(strides)))
 
 
+def _limits(config: StepConfig) -> dict[str, int]:
+    """What keeps the registers of a CTA to its share; without a word on shared memory the launch would ask a device."""
+    return {"min_blocks_per_mp": config.ctas, "preferred_smem_carveout": 100} if config.ctas > 1 else {}
+
+
 @cute.jit
 def step_launch(
     pool: PoolTensors,
@@ -325,7 +330,8 @@ def step_launch(
         prepared = step_kernel(compact(tensors), pad_slot, key)
     prepared.launch(
         grid=[key.num_v_heads * key.config.split, cute.size(rows.cache_indices), 1],
-        block=[THREADS, 1, 1],
+        block=[Tile.of(key).threads, 1, 1],
+        **_limits(key.config),
         stream=stream,
         use_pdl=key.rows.pdl,
     )

@@ -25,13 +25,13 @@ from cutlass import Float32, Int32, Int64, Uint32
 
 from cute_kernels.args import StepTensors
 from cute_kernels.configs import SIZE_BYTES, DraftShape, Tile
-from cute_kernels.drafts import WARPS, Channels, Cta, Draft, DraftLoads, WindowLoads, load_probes
+from cute_kernels.drafts import Channels, Cta, Draft, DraftLoads, WindowLoads, load_probes, store_pair
 from cute_kernels.primitives.arithmetic import LOG2_E, at_most, exp2, select
 from cute_kernels.primitives.bulk import bulk_init, bulk_load, bulk_wait
 from cute_kernels.primitives.control import when
 from cute_kernels.primitives.convert import pack, unpack
-from cute_kernels.primitives.memory import EVICT_NORMAL, store_words_if
-from cute_kernels.primitives.mma import Fragment, float_fragment, multiply
+from cute_kernels.primitives.memory import EVICT_FIRST, EVICT_NORMAL, store_words_if
+from cute_kernels.primitives.mma import Fragment, float_fragment, lower_halves, multiply, upper_halves
 from cute_kernels.primitives.reduce import broadcast
 from cute_kernels.records import TileMemory, fold_records, leads_group
 from cute_kernels.recurrences.base import Gate
@@ -47,17 +47,17 @@ def score_records(cta: Cta, cursor: RowCursor, early: DraftLoads, loads: WindowL
     shape, scores, factors = cta.shape, cta.scores, draft.row_factors()
     pairs = [list(range(b, min(b + 2, shape.probe_blocks))) for b in range(0, shape.probe_blocks, 2)]
     first = cta.place.warp * 8 + cta.place.lane // 4
-    records = [first + 8 * WARPS * step for step in range(len(loads.keys))]
+    records = [first + 8 * shape.warps * step for step in range(len(loads.keys))]
     keys = cta.vectors(loads.keys, [select(r < shape.window_columns, r, Int32(0)) for r in records])
     for step, words in enumerate(loads.keys):
-        block = cta.place.warp + WARPS * step - shape.window_columns // 8
+        block = cta.place.warp + shape.warps * step - shape.window_columns // 8
         chosen = [[factors[b] for b in pair] for pair in pairs]
 
         def store_window(step: int = step, chosen: list[Any] = chosen) -> None:
             # Few warps score the window, so registers are better spent otherwise than on holding the probes for it.
             probes = cta.probes(load_probes(cta) if shape.channels else early.probes)
             for pair, factor in zip(pairs, chosen, strict=True):
-                raw = score_block(probes, pair, keys, step, cta.terms)
+                raw = score_block(probes, pair, keys, step, cta.terms, loads.zero)
                 scores.store_window(pair, raw, step, factor, draft.decays, cta.place.warp)
 
         def store_tokens(
@@ -68,7 +68,7 @@ def score_records(cta: Cta, cursor: RowCursor, early: DraftLoads, loads: WindowL
                 if shape.channels:
                     raw = scores.load_sums(pair, block)
                 else:
-                    raw = score_block(cta.probes(early.probes), pair, keys, step, cta.terms)
+                    raw = score_block(cta.probes(early.probes), pair, keys, step, cta.terms, loads.zero)
                 scores.store_tokens(block, pair, raw, factor, weights, draft.gate.skip)
             append_key(cta, cursor, block * 8 + cta.place.lane // 4, words, key_factor)
 
@@ -156,10 +156,15 @@ def append_decays(cta: Cta, cursor: RowCursor, gate: Gate) -> None:
 
 def value_fragments(words: list[list[Uint32]], dtype: str, terms: int) -> tuple[Fragment, Fragment]:
     """The left side of a product: two channels of up to four records, as pairs of words."""
+    if dtype == "bfloat16":
+        alone = [word for (word,) in words] + [Uint32(0)] * (4 - len(words))
+        upper, lower = (
+            [[(halves(alone[0], alone[1]), halves(alone[2], alone[3]))]] for halves in (lower_halves, upper_halves)
+        )
+        return upper, lower
     pairs = [unpack(pair, dtype)[:2] for pair in words]
     pairs += [[Float32(0.0), Float32(0.0)]] * (4 - len(pairs))
-    exact = 1 if dtype == "bfloat16" else terms
-    upper, lower = (float_fragment([pair[c] for pair in pairs], exact) for c in (0, 1))
+    upper, lower = (float_fragment([pair[c] for pair in pairs], terms) for c in (0, 1))
     return upper, lower
 
 
@@ -206,8 +211,7 @@ def add_tokens(
         own = cta.scores.load(b, cta.shape.window_columns, cta.terms, half=half)
         readouts[b] = multiply(readouts[b], upper, lower, own, cta.terms)
     for pair, token in zip(words, cta.own(0), strict=False):
-        where = cta.value_place(cursor, cursor.count + token, cta.place.first_row + part.first)
-        store_words_if(part.inside * cta.is_token(token), where, pair)
+        store_pair(part, cta.is_token(token), cta.value_place(cursor, cursor.count + token), pair)
     return readouts
 
 
@@ -215,9 +219,8 @@ def append_values(cta: Cta, cursor: RowCursor, part: Channels, records: list[lis
     """Write the tokens' records of two channels, as `Scores.solve` returns them."""
     for b, block in enumerate(records):
         for e, token in enumerate(cta.own(0)[2 * b : 2 * b + 2]):
-            where = cta.value_place(cursor, cursor.count + token, cta.place.first_row + part.first)
             words = pack([block[e], block[2 + e]], cta.key.record_dtype)
-            store_words_if(part.inside * cta.is_token(token), where, words)
+            store_pair(part, cta.is_token(token), cta.value_place(cursor, cursor.count + token), words)
 
 
 def write_outputs(cta: Cta, part: Channels, outputs: list[list[Any]], epilogues: list[list[Any]]) -> None:
@@ -225,8 +228,8 @@ def write_outputs(cta: Cta, part: Channels, outputs: list[list[Any]], epilogues:
     for b, block in enumerate(outputs):
         for e, token in enumerate(cta.own(0)[2 * b : 2 * b + 2]):
             pair = [cta.policy.finish(block[i], epilogues[b][i]) for i in (e, 2 + e)]
-            where = cta.input_place(cta.tensors.out, token, cta.place.head, cta.place.first_row + part.first)
-            store_words_if(part.inside * cta.is_token(token), where, pack(pair, cta.key.activation_dtype))
+            where = cta.input_place(cta.tensors.out, token, cta.place.head, cta.first_channel)
+            store_pair(part, cta.is_token(token), where, pack(pair, cta.key.activation_dtype))
 
 
 @cute.jit
@@ -236,11 +239,11 @@ def write_copy(cta: Cta, cursor: RowCursor):
     state = address(cta.tensors.pool.checkpoint, SIZE_BYTES[key.checkpoint_dtype], cursor.slot)
     places = CopyPlaces.of(cta.tensors.pool.copy, cursor.slot)
     first = cta.place.head * key.head_dim + cta.place.first_row
-    for tile in cutlass.range(cta.place.warp, cta.tile.rows // TILE_ROWS, WARPS, unroll=1):
+    for tile in cutlass.range(cta.place.warp, cta.tile.rows // TILE_ROWS, cta.tile.warps, unroll=1):
         encode_rows(shape, state, places, first + tile * TILE_ROWS, cta.place.lane)
     if cutlass.const_expr(shape.tiles * TILE_ROWS > shape.rows):
         if first + cta.tile.rows == shape.rows:
-            for tile in cutlass.range(shape.rows // TILE_ROWS + cta.place.warp, shape.tiles, WARPS, unroll=1):
+            for tile in cutlass.range(shape.rows // TILE_ROWS + cta.place.warp, shape.tiles, cta.tile.warps, unroll=1):
                 clear_scales(shape, places, tile * TILE_ROWS, cta.place.lane)
 
 
@@ -275,9 +278,11 @@ def verify_kernel(tensors: StepTensors, total: Int32, pad_slot: Int32, key: cutl
     cute.arch.barrier()
     if padding:
         for token in cutlass.range_constexpr(shape.tokens):
-            where = cta.input_place(tensors.out, token, head, place.first_row + thread)
-            inside = Int32(thread < tile.rows) * cta.is_token(token)
-            store_scalar_if(inside, where, Float32(0.0), key.activation_dtype)
+            for first in range(0, tile.rows, tile.threads):
+                channel = first + thread
+                where = cta.input_place(tensors.out, token, head, place.first_row + channel)
+                inside = Int32(channel < tile.rows) * cta.is_token(token)
+                store_scalar_if(inside, where, Float32(0.0), key.activation_dtype)
     else:
         cursor = RowCursor.load(
             tensors.cursors,
@@ -292,7 +297,9 @@ def verify_kernel(tensors: StepTensors, total: Int32, pad_slot: Int32, key: cutl
         if cutlass.const_expr(key.read_dtype is not None):
             codes = tensors.pool.copy.codes
             read_at = address(codes, codes.element_type.width // 8, slot, head, place.first_row)
-        bulk_load(thread, shared.state, read_at, shared.arrival, Int64(EVICT_NORMAL), tile.bytes)
+        # As in `step.step_kernel`: rows that only read leave L2 to what is written (batch 256, T = 8: 286 -> 282 us).
+        policy = select(cursor.folds, Int64(EVICT_NORMAL), Int64(EVICT_FIRST))
+        bulk_load(thread, shared.state, read_at, shared.arrival, policy, tile.bytes)
         cute.arch.barrier()
         loads = WindowLoads.start(cta, cursor)
         if cutlass.const_expr(key.rows.pdl):

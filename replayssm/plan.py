@@ -10,15 +10,8 @@ import functools
 from dataclasses import dataclass, replace
 
 from cute_kernels.arch import ARCHES
-from cute_kernels.configs import (
-    Options,
-    RingLayout,
-    RowOptions,
-    StepConfig,
-    StepKey,
-    heuristic_config,
-    invalid_reason,
-)
+from cute_kernels.configs import Options, RingLayout, RowOptions, StepConfig, StepKey
+from cute_kernels.heuristic import heuristic_config, invalid_reason
 from replayssm import tuned
 from replayssm.keys import ANY_OPTIONS, DEFAULT_ROWS, step_key
 from replayssm.spec import LayerSpec, ReplaySpec

@@ -30,7 +30,8 @@ from typing import Any, Literal, get_args
 import torch
 
 from cute_kernels.arch import ARCHES, Arch, arch_of_capability
-from cute_kernels.configs import StepConfig, StepKey, heuristic_config, invalid_reason
+from cute_kernels.configs import StepConfig, StepKey
+from cute_kernels.heuristic import heuristic_config, invalid_reason
 from replayssm.keys import ANY_OPTIONS, dtype_name, step_key
 from replayssm.spec import LayerSpec, ReplaySpec
 

@@ -14,17 +14,8 @@ import pytest
 import torch
 
 from cute_kernels.arch import ARCHES, Arch, arch_of_capability
-from cute_kernels.configs import (
-    GdnOptions,
-    KdaOptions,
-    Mamba2Options,
-    Options,
-    RowOptions,
-    StepConfig,
-    StepKey,
-    Tile,
-    invalid_reason,
-)
+from cute_kernels.configs import GdnOptions, KdaOptions, Mamba2Options, Options, RowOptions, StepConfig, StepKey, Tile
+from cute_kernels.heuristic import MULTIPROCESSOR_SMEM_BYTES, RESERVED_SMEM_BYTES, invalid_reason, smem_bytes
 from replayssm import LayerSpec, Plan, ReplaySpec, plan_step
 from replayssm.spec import Recurrence
 from tests.helpers.cases import ODD, RELEASED, Case, pick
@@ -109,6 +100,62 @@ def test_a_split_that_does_not_fit_is_named(split: int) -> None:
         plan(config=StepConfig(split=split))
 
 
+@pytest.mark.parametrize(
+    ("replay", "warps", "supported"),
+    [
+        (ReplaySpec(), (0, 1, 2, 3, 16), "4, 8"),
+        (ReplaySpec(max_draft=4), (0, 3, 5, 16), "1, 2, 4, 8"),
+        (ReplaySpec(read_dtype="nvfp4"), (0, 3, 5, 16), "1, 2, 4, 8"),
+    ],
+)
+@each_kernel
+def test_warps_that_no_kernel_has_are_named(
+    kind: Recurrence, replay: ReplaySpec, warps: tuple[int, ...], supported: str
+) -> None:
+    layer, more = replace(LAYER, recurrence=kind), {"num_tokens": replay.max_draft}
+    for number in warps:
+        with pytest.raises(NotImplementedError, match=f"^warps: supported are {supported}, got {number}$"):
+            plan(layer, replay, config=StepConfig(split=2, warps=number), **more)
+    for number in map(int, supported.split(",")):
+        assert plan(layer, replay, config=StepConfig(split=2, warps=number), **more).key.config.warps == number
+
+
+def test_rows_that_warps_do_not_share_are_named() -> None:
+    """The readout of one token takes 4 rows a warp at once; that of several tokens any 16, and its fold here 1."""
+    layer, config = replace(LAYER, head_dim=80), StepConfig(warps=8)
+    with pytest.raises(NotImplementedError, match=r"^warps: 80 rows are not a multiple of those that 8 warps take"):
+        plan(layer, config=config)
+    assert plan(layer, ReplaySpec(max_draft=4), num_tokens=4, config=config).key.config is config
+
+
+FLOAT32, BFLOAT16 = ReplaySpec(max_draft=8), ReplaySpec(checkpoint_dtype=torch.bfloat16, max_draft=8)
+HEURISTIC: list[tuple[Recurrence, ReplaySpec, int, StepConfig]] = [
+    ("mamba2", FLOAT32, 1, StepConfig(fold_values=32)),
+    ("mamba2", BFLOAT16, 1, StepConfig()),
+    ("mamba2", FLOAT32, 8, StepConfig(warps=2, fold_values=32)),
+    ("mamba2", BFLOAT16, 8, StepConfig(warps=2, ctas=8)),
+    ("mamba2", ReplaySpec(read_dtype="nvfp4"), 1, StepConfig(warps=1, fold_values=32)),
+    ("gdn", FLOAT32, 1, StepConfig(split=2, fold_values=32)),
+    ("gdn", FLOAT32, 8, StepConfig(split=2, warps=2, fold_values=32)),
+    ("gdn", BFLOAT16, 8, StepConfig(warps=4, fold_values=32)),
+    ("kda", FLOAT32, 1, StepConfig(ctas=2, fold_values=32)),
+    ("kda", BFLOAT16, 1, StepConfig(ctas=4, fold_values=32)),
+    ("kda", FLOAT32, 8, StepConfig(warps=4, fold_values=32)),
+]
+
+
+@pytest.mark.parametrize(("kind", "replay", "tokens", "config"), HEURISTIC)
+def test_the_heuristics_choices(kind: Recurrence, replay: ReplaySpec, tokens: int, config: StepConfig) -> None:
+    """For heads of 64 rows, with two probes of 128. Where `ctas` is above 1 it is what shared memory has room for."""
+    layer = replace(LAYER, recurrence=kind, head_dim=64 if kind == "mamba2" else 128)
+    for arch in ARCHES:
+        key = plan(layer, replay, num_tokens=tokens, arch=arch).key
+        assert key.config == replace(config, precision="tf32")
+        each = smem_bytes(key) + RESERVED_SMEM_BYTES
+        if config.ctas > 1:
+            assert config.ctas * each <= MULTIPROCESSOR_SMEM_BYTES < (config.ctas + 1) * each
+
+
 def test_a_tile_that_does_not_fit_is_named() -> None:
     """With the limit in bytes: the largest state whole, on an architecture that has less."""
     key = plan(replace(LAYER, head_dim=128, d_state=256), config=StepConfig(split=1)).key
@@ -130,8 +177,8 @@ KEY_TYPES = (Plan, StepKey, StepConfig, RowOptions, *map(type, OPTIONS.values())
 OTHER: dict[str, Any] = {
     "num_v_heads": 16, "num_k_heads": 4, "head_dim": 80, "d_state": 256, "window": 8, "ring_capacity": 40,
     "ring_layout": "head_major", "checkpoint_dtype": "bfloat16", "activation_dtype": "float16",
-    "value_dtype": "float32", "decay_dtype": "bfloat16", "config.split": 4, "config.fold_values": 8,
-    "config.precision": "bf16", "num_tokens": 4, "read_dtype": "nvfp4",
+    "value_dtype": "float32", "decay_dtype": "bfloat16", "config.split": 4, "config.warps": 8, "config.ctas": 2,
+    "config.fold_values": 8, "config.precision": "bf16", "num_tokens": 4, "read_dtype": "nvfp4",
     "rows.index_dtype": "int64", "rows.has_force_fold": True, "rows.pdl": True, "rows.has_cu_seqlens": True,
 }  # fmt: skip
 OTHER_OPTIONS: dict[Recurrence, dict[str, Any]] = {

@@ -19,7 +19,7 @@ import pytest
 PACKAGES = ("cute_kernels", "replayssm", "tuning")
 COMPILER = {"cutlass", "cuda", "tvm_ffi"}
 # What the host plans with: these modules of cute_kernels need no compiler, so replayssm may import them at once.
-PLANNING = ("cute_kernels.arch", "cute_kernels.configs")
+PLANNING = ("cute_kernels.arch", "cute_kernels.configs", "cute_kernels.heuristic")
 # Within cute_kernels a module imports from its own layer or a lower one. The operations (step, commit, ...) come last.
 FOUNDATION = {"arch", "args", "compile", "configs", "dtypes"}
 LAYERS = ("primitives", "replay", "recurrences")

@@ -283,8 +283,11 @@ def test_traces_are_the_recurrence(
 ) -> None:
     seed = POPULATIONS.index((kind, activation, checkpoint, window))
     population = Population(case_of(kind, activation, checkpoint, window), device, requests=REQUESTS, seed=seed)
-    for _ in range(TICKS):
+    ticks = 0
+    # Chance decides what a call does, so that a rare event may want more ticks.
+    while ticks < TICKS or (min(population.seen[event] for event in EVENTS) < 100 and ticks < 3 * TICKS):
         population.tick()
+        ticks += 1
     assert population.mistakes() == []
     assert population.traces > 1700
     assert min(population.seen[event] for event in EVENTS) >= 100, population.seen

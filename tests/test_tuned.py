@@ -21,14 +21,16 @@ import torch
 from cute_kernels.configs import KdaOptions, Mamba2Options, RowOptions, StepConfig
 from replayssm import LayerSpec, Plan, ReplaySpec, plan, plan_step, tuned
 from replayssm.tuned import Choice, Shape, Table, TunedTableError, bucket, read_table
+from tests.helpers.scripted import tabled
 
 LAYER, REPLAY = LayerSpec("mamba2", 128, 8, 64, 128), ReplaySpec()
 H200 = "NVIDIA H200"
 Home = Callable[..., Path]
+LAUNCH = StepConfig(fold_values=32)
 
 
 def choice(split: int, us: float = 10.0) -> Choice:
-    return Choice({"split": split, "fold_values": 32}, us, us - 1, us + 1)
+    return Choice(tabled(replace(LAUNCH, split=split)), us, us - 1, us + 1)
 
 
 def table(split: int = 2, *, batches: tuple[int, ...] = (8,), **facts: Any) -> Table:
@@ -91,6 +93,19 @@ def test_the_order_of_sources(home: Home) -> None:
     assert seen == ["heuristic", "shipped", "user", "user"]
     explicit = planned(config=StepConfig(split=1))
     assert (explicit.source, explicit.key.config.split) == ("explicit", 1)
+
+
+def test_a_plan_has_every_launch_parameter_of_the_table(home: Home) -> None:
+    """All differ from the heuristic's."""
+    entry = StepConfig(split=2, warps=8, ctas=3, fold_values=8)
+    home("user", table(entries={Shape.of(LAYER, REPLAY, 1): {8: Choice(tabled(entry), 10.0)}}))
+    made = planned()
+    assert tabled(made.key.config) == tabled(entry)
+    tuned.tables.cache_clear()
+    plan._planned.cache_clear()
+    tuned.user_path().unlink()
+    others = tabled(planned().key.config)
+    assert not [name for name, value in tabled(entry).items() if value == others[name]]
 
 
 def test_a_source_without_the_shape_leaves_it_to_the_next(home: Home) -> None:
@@ -167,7 +182,7 @@ def test_what_no_launch_parameter_depends_on_is_no_part_of_a_shape(home: Home) -
 
 def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
     made = table(batches=(1, 8))
-    runner_up = replace(choice(4), runner_up={"split": 1, "fold_values": 16}, runner_up_us=11.5)
+    runner_up = replace(choice(4), runner_up=tabled(StepConfig()), runner_up_us=11.5)
     made = replace(made, entries={**made.entries, Shape.of(LAYER, REPLAY, 4): {2: runner_up}})
     assert read_table(write(tmp_path / "t.json", made)) == made
 
@@ -195,6 +210,8 @@ DAMAGED: list[tuple[str, str | dict[str, Any], str]] = [
     ("twice", _damage(lambda d: d["entries"].append(d["entries"][0])), "entry 1.*got a second"),
     ("batch", _damage(lambda d: d["entries"][0].update(batches={"12": {}})), "a power of two.*got 12"),
     ("split", _damage(lambda d: _parameters(d).update(split=3)), "entry 0.*128.*batch 8.*split: 64 rows"),
+    ("warps", _damage(lambda d: _parameters(d).update(warps=2)), "batch 8.*warps: supported are 4, 8, got 2"),
+    ("of other fields", _damage(lambda d: _parameters(d).pop("ctas")), "batch 8.*expected .*'ctas'.* as ints"),
     ("zero", _damage(lambda d: _parameters(d).update(split=0)), "batch 8.*ints of 1 or more"),
     ("other device", table(device="NVIDIA H100").to_json(), "a table for NVIDIA H200, got one for NVIDIA H100"),
     ("other arch", table(arch="sm_103a").to_json(), "a table for sm_90a, got one for sm_103a"),

@@ -27,7 +27,7 @@ from tuning import commands
 from tuning.matrix import ALL_MODELS, BATCHES, DEFAULT_MODEL, Options, exit_code
 from tuning.matrix import plan as plan_matrix
 from tuning.measure import DEFAULT_ROUNDS, PROTOCOL
-from tuning.options import DTYPE, DTYPES, WINDOW, checked, console, own_arch, shapes_of
+from tuning.options import DTYPE, DTYPES, READ, READS, WINDOW, checked, console, own_arch, shapes_of
 from tuning.precision import CHUNK, LAYERS, MAX_TOKENS, REGIMES, SCHEMES, precision_tables, study
 from tuning.precision import __doc__ as PRECISION_PROTOCOL
 from tuning.report import markdown_table, memory_table, plan_table, results_table
@@ -61,6 +61,8 @@ def main() -> None:
 @click.option("--recurrence", type=click.Choice(tuple(ALL_MODELS)), help="With --all: which; mamba2 when left out.")
 @click.option("--batch", "batches", multiple=True, default=BATCHES, type=click.IntRange(1, 4096), help="Repeatable.")
 @click.option("--checkpoint", "checkpoints", multiple=True, default=tuple(DTYPES), type=DTYPE, help="Repeatable.")
+@click.option("--read", "reads", multiple=True, default=("none",), type=READ, help="Copy that steps read; repeatable.")
+@click.option("--decay", default="fp32", type=click.Choice(("fp32", "bf16")), help="KDA: dtype of the decay records.")
 @click.option("--activation", default="bf16", type=DTYPE)
 @click.option("--window", "windows", multiple=True, default=(16,), type=WINDOW, help="Repeatable.")
 @click.option(
@@ -98,6 +100,8 @@ def bench(
         batches=tuple(sorted(set(rest["batches"]))),
         checkpoints=tuple(DTYPES[name] for name in rest["checkpoints"]),
         activation=DTYPES[rest["activation"]],
+        reads=tuple(READS[name] for name in dict.fromkeys(rest["reads"])),
+        decay=DTYPES[rest["decay"]],
         windows=tuple(dict.fromkeys(rest["windows"])),
         tokens=tuple(dict.fromkeys(rest["tokens"])),
         accepted=rest["accepted"],

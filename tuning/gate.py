@@ -15,6 +15,7 @@ from replayssm.cursors import Cursors
 from replayssm.inputs import Mamba2Inputs
 from replayssm.pool import Pool
 from replayssm.reference import replay as reference
+from replayssm.reference import storage
 from replayssm.reference.recurrence import tokens
 from tuning.measure import GateFailedError
 from tuning.workload import Step, StepWork
@@ -83,7 +84,9 @@ def check_step(work: StepWork, step: Step) -> None:
 def _excerpt(work: StepWork, rows: Tensor) -> StepWork:
     """The rows with copies of all that a step writes; row i of the result lives in slot i."""
     slots = work.cache_indices[rows].long()
-    pool = Pool(work.pool.layer, work.pool.replay, *[t[slots].contiguous() for t in work.pool.tensors])
+    names = ("value", "key", "decay", *work.pool.state_names)
+    tensors = {name: getattr(work.pool, name)[slots].contiguous() for name in names}
+    pool = Pool(work.pool.layer, work.pool.replay, **tensors)
     cursors = Cursors(work.cursors.replay, work.cursors.ring_start[slots], work.cursors.num_committed[slots])
     # Tensors of tokens have three axes or four, parameters one or two.
     of_tokens: dict[str, Any] = {
@@ -144,7 +147,11 @@ def _exact_record(work: StepWork, slots: Tensor) -> dict[str, Tensor]:
     fresh = tokens(work.inputs, torch.float64)
     if not fresh.delta_rule:
         return {"value": fresh.value, "key": fresh.key, "decay": fresh.strength}
-    state, values = _folded_state(work, slots, work.cursors.num_committed.long(), torch.float64), []
+    pool, values = work.pool, []
+    if pool.replay.read_dtype is not None:  # tokens meet the copy, whether their row folds or not
+        plain = replace(pool.replay, checkpoint_dtype=torch.float32, read_dtype=None)
+        pool = Pool(pool.layer, plain, storage.read_copy(pool, slots), pool.value, pool.key, pool.decay)
+    state = _folded_state(replace(work, pool=pool), slots, work.cursors.num_committed.long(), torch.float64)
     for t in range(fresh.value.shape[1]):
         state = state * torch.exp(fresh.log_decay[:, t])[..., None, :]
         key = fresh.key[:, t].repeat_interleave(work.pool.layer.heads_per_group, dim=1)

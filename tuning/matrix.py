@@ -7,8 +7,9 @@ For each layer, checkpoint dtype, window, number of tokens T a row and batch:
 * flush: every row folds a full window, then decodes its tokens;
 * mixed: the rows stand as in a server that has run for a while (`tuning.acceptance`, from 32 rows on), so a step has
   rows that read beside rows that fold; with one token evenly over the window;
-* plain: a window of T, so that every step reads the state, folds what the last one kept, and writes it: with one token
-  what decoding without replay moves, with several what folding at each commit does, by the same kernel;
+* plain: without a copy and with a window of T, so that every step reads the state, folds what the last one kept, and
+  writes it: with one token what decoding without replay moves, with several what folding at each commit does, by the
+  same kernel;
 * nonflush_z: as nonflush, with the output gate (Mamba-2, largest batch only);
 * average: of a step in the long run, derived: (1 - f) nonflush + f flush where rows fold by themselves and a share f of
   them does, each of the two brought to the records that rows then hold, by the least time of their bytes. A batch
@@ -27,13 +28,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
 
 from replayssm.keys import dtype_name
 from replayssm.pool import RingLayout
-from replayssm.spec import Recurrence, ReplaySpec
+from replayssm.spec import ReadDtype, Recurrence, ReplaySpec
 from tuning.acceptance import Position, acceptance, fold_share, positions, spread
 from tuning.roofline import Rates, Traffic, step_traffic
 from tuning.shapes import ModelShape
@@ -116,6 +118,21 @@ DRAFT_GOALS: dict[tuple[str, str, int, int], Goal] = {
     ("qwen3.5-122b-a10b", "float32", 256, 8): Goal(us=300),
     ("glm-5.3-flash", "float32", 256, 8): Goal(ratio=1.12),
 }
+# The same of steps that read a copy beside a float32 checkpoint: (layer, copy, rows, tokens, what); the speedup at any
+# window, the rest at 16.
+READ_GOALS: dict[tuple[str, str, int, int, str], Goal] = {
+    (DEFAULT_MODEL, "nvfp4", 256, 1, "nonflush"): Goal(us=52),
+    (DEFAULT_MODEL, "float8_e4m3fn", 256, 1, "nonflush"): Goal(us=78),
+    (DEFAULT_MODEL, "nvfp4", 256, 8, "nonflush"): Goal(us=79),
+    (DEFAULT_MODEL, "float8_e4m3fn", 256, 8, "nonflush"): Goal(us=105),
+    (DEFAULT_MODEL, "nvfp4", 8, 1, "nonflush"): Goal(us=8.6),
+    (DEFAULT_MODEL, "nvfp4", 32, 1, "nonflush"): Goal(us=14),
+    (DEFAULT_MODEL, "nvfp4", 256, 1, "flush"): Goal(ratio=1.05),
+    (DEFAULT_MODEL, "nvfp4", 256, 1, "average"): Goal(speedup=6.5),
+    ("qwen3.5-122b-a10b", "nvfp4", 256, 1, "nonflush"): Goal(ratio=1.18),
+    ("qwen3.5-122b-a10b", "float8_e4m3fn", 256, 1, "nonflush"): Goal(ratio=1.12),
+    ("glm-5.3-flash", "nvfp4", 256, 1, "nonflush"): Goal(ratio=1.2),
+}
 
 
 @dataclass(frozen=True)
@@ -123,6 +140,8 @@ class Options:
     """What to benchmark and for how long.
 
     Args:
+        reads: copies that steps read, None for the checkpoint itself.
+        decay: dtype of decays by channel.
         windows, tokens: each window with each T that fits into it.
         accepted: tokens of a step that stay on average; half of T, at least 1, when None.
         ring_layout: the layer's own when None.
@@ -132,6 +151,8 @@ class Options:
     batches: tuple[int, ...] = BATCHES
     checkpoints: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
     activation: torch.dtype = torch.bfloat16
+    reads: tuple[ReadDtype | None, ...] = (None,)
+    decay: torch.dtype = torch.float32
     windows: tuple[int, ...] = (16,)
     tokens: tuple[int, ...] = (1,)
     accepted: float | None = None
@@ -226,16 +247,17 @@ def plan(options: Options) -> tuple[Group, ...]:
 
     Raises:
         ValueError: no T fits into any window, or fewer tokens are stepped than `options.accepted`.
+        NotImplementedError: a copy has as many bits as the checkpoint.
     """
     pairs = [(window, tokens) for tokens in options.tokens for window in options.windows if tokens <= window]
     if not pairs:
         raise ValueError(f"tokens: expected some that fit into a window of {options.windows}, got {options.tokens}")
     groups = []
-    for shape in options.shapes:
-        for checkpoint in options.checkpoints:
-            for window, tokens in pairs:
-                replay = ReplaySpec(window, tokens, checkpoint, options.activation)
-                groups.append(_group(options, shape, replay))
+    for shape, checkpoint, read in product(options.shapes, options.checkpoints, options.reads):
+        decay = options.decay if shape.layer.decays_per_channel else torch.float32
+        for window, tokens in pairs:
+            replay = ReplaySpec(window, tokens, checkpoint, options.activation, decay_dtype=decay, read_dtype=read)
+            groups.append(_group(options, shape, replay))
     return tuple(groups)
 
 
@@ -243,7 +265,7 @@ def _group(options: Options, shape: ModelShape, replay: ReplaySpec) -> Group:
     tokens = replay.max_draft
     accepted = max(1.0, tokens / 2) if options.accepted is None else options.accepted
     acceptance(tokens, accepted)  # refuses a mean that cannot be
-    plain = replace(replay, window=tokens, ring_capacity=0)
+    plain = replace(replay, window=tokens, ring_capacity=0, read_dtype=None)
     batches = tuple(
         tuple(
             StepCase(shape, plain if what == "plain" else replay, rows, what, accepted)
@@ -270,6 +292,11 @@ def goal_of(subject: Subject, device: str | None) -> Goal | None:
     replay, tokens = subject.replay, subject.replay.max_draft
     if device is None or "H200" not in device or replay.activation_dtype != torch.bfloat16:
         return None
+    if replay.read_dtype is not None:
+        if replay.checkpoint_dtype != torch.float32 or (replay.window != 16 and subject.what != "average"):
+            return None
+        read = dtype_name(replay.read_dtype)
+        return READ_GOALS.get((subject.shape.name, read, subject.rows, tokens, subject.what))
     layer = (subject.shape.name, dtype_name(replay.checkpoint_dtype), subject.rows)
     if tokens == 1:
         return GOALS.get((*layer, subject.what)) if replay.window == 16 else None
@@ -311,7 +338,7 @@ def entry_of(
 
 def facts_of(subject: Subject) -> dict[str, Any]:
     """The part of an entry that says what it is about."""
-    facts = {
+    facts: dict[str, Any] = {
         "layer": {"name": subject.shape.name, **asdict(subject.shape.layer)},
         "replay": {
             "window": subject.replay.window,
@@ -322,6 +349,11 @@ def facts_of(subject: Subject) -> dict[str, Any]:
         "num_tokens": subject.num_tokens,
         "what": subject.what,
     }
+    replay = subject.replay
+    if replay.read_dtype is not None:
+        facts["replay"] |= {"read": dtype_name(replay.read_dtype)}
+    if replay.decay_dtype != torch.float32:
+        facts["replay"] |= {"decay": dtype_name(replay.decay_dtype)}
     if subject.num_tokens > 1:
         facts["accepted"] = subject.accepted
     if isinstance(subject, StepCase):

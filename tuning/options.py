@@ -12,12 +12,22 @@ from rich.console import Console
 
 from cute_kernels.arch import ARCHES
 from replayssm.launch import arch_of
-from replayssm.spec import MAX_WINDOW
+from replayssm.spec import MAX_WINDOW, ReadDtype
 from tuning.shapes import ModelShape, lookup
 
 T = TypeVar("T")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DTYPE = click.Choice(tuple(DTYPES))
+READS: dict[str, ReadDtype | None] = {
+    "none": None,
+    "nvfp4": "nvfp4",
+    "mxfp8": "mxfp8",
+    "fp8": torch.float8_e4m3fn,
+    "int8": torch.int8,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+READ = click.Choice(tuple(READS))
 WINDOW = click.IntRange(1, MAX_WINDOW)
 
 
@@ -40,7 +50,7 @@ class ListOf(click.ParamType):  # type: ignore[type-arg]
 
 def console(*, stderr: bool = False) -> Console:
     """As wide as the terminal, or as the tables are; on stderr beside JSON that a program reads."""
-    return Console(width=None if sys.stdout.isatty() else 150, soft_wrap=False, stderr=stderr)
+    return Console(width=None if sys.stdout.isatty() else 180, soft_wrap=False, stderr=stderr)
 
 
 def shapes_of(models: Sequence[str], tps: Sequence[int]) -> tuple[ModelShape, ...]:

@@ -8,14 +8,13 @@ from typing import Any
 
 from rich.table import Column, Table
 
-from replayssm.keys import dtype_name
 from replayssm.pool import bytes_per_slot
 from replayssm.spec import MAX_DRAFT, ReplaySpec
-from tuning.matrix import Group, Subject
+from tuning.matrix import Group, Subject, facts_of
 from tuning.roofline import Rates
 from tuning.shapes import ModelShape
 
-_SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+_SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8"}
 
 
 def plan_table(groups: Sequence[Group], rates: Rates) -> Table:
@@ -27,7 +26,7 @@ def plan_table(groups: Sequence[Group], rates: Rates) -> Table:
             for case in cases:
                 table.add_row(
                     case.shape.name,
-                    _SHORT[dtype_name(case.replay.checkpoint_dtype)],
+                    _state(facts_of(case)["replay"]),
                     str(case.rows),
                     str(case.num_tokens),
                     str(case.replay.window),
@@ -39,13 +38,20 @@ def plan_table(groups: Sequence[Group], rates: Rates) -> Table:
     return table
 
 
+def _state(replay: Mapping[str, Any]) -> str:
+    """Dtypes of the state, of its copy and, of decays by channel, of these, from an entry's facts."""
+    names = [_SHORT[replay["checkpoint"]]]
+    names += [_SHORT.get(replay[part], replay[part]) for part in ("read",) if part in replay]
+    return "+".join(names) + (f", {_SHORT[replay['decay']]} decays" if "decay" in replay else "")
+
+
 def _right(header: str) -> Column:
     return Column(header, justify="right")
 
 
 def batch_line(subject: Subject, entries: Mapping[str, Mapping[str, Any]], refused: Mapping[str, str]) -> str:
     """One line of progress: medians of a batch by what was timed."""
-    state = _SHORT[dtype_name(subject.replay.checkpoint_dtype)]
+    state = _state(facts_of(subject)["replay"])
     parts = [f"{what} {entry['median_us']:.2f}" for what, entry in entries.items()]
     parts += [f"{what}: {reason}" for what, reason in refused.items()]
     tokens = f" T={subject.num_tokens} L={subject.replay.window}" if subject.num_tokens > 1 else ""
@@ -71,7 +77,7 @@ def results_table(entries: Iterable[Mapping[str, Any]]) -> Table:
     for entry in entries:
         if "layer" not in entry:
             continue  # the probes, which have their own line
-        state, window = _SHORT[entry["replay"]["checkpoint"]], entry["replay"]["window"]
+        state, window = _state(entry["replay"]), entry["replay"]["window"]
         numbers = (str(number) for number in (entry["rows"], entry["num_tokens"], window))
         head = (entry["layer"]["name"], state, *numbers, entry["what"])
         if entry["status"] == "measured":
@@ -140,16 +146,23 @@ def _steps(entries: Iterable[Mapping[str, Any]]) -> dict[tuple[Any, ...], Found]
             layer, replay = entry["layer"], entry["replay"]
             heads = f"{layer['num_v_heads']}/{layer['num_k_heads']}"
             name = f"{layer['name'].split('@')[0]}, {heads} x {layer['head_dim']} x {layer['d_state']}"
-            head = (name, _SHORT[replay["checkpoint"]], entry["rows"], entry["num_tokens"])
-            if entry["what"] == "plain":  # whose window is its own
+            head = (name, _state(replay), entry["rows"], entry["num_tokens"])
+            if entry["what"] == "plain":  # whose window is its own, and which reads no copy
                 plain[head] = entry
             else:
                 rows.setdefault((*head, replay["window"]), {})[entry["what"]] = entry
     return {
-        head: {**found, "plain": plain[head[:-1]]}
+        head: {**found, "plain": plain[_without_copy(head)]}
         for head, found in rows.items()
-        if {"nonflush", "flush", "average"} <= found.keys() and head[:-1] in plain
+        if {"nonflush", "flush", "average"} <= found.keys() and _without_copy(head) in plain
     }
+
+
+def _without_copy(head: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The head of the plain steps of these rows."""
+    name, state, rows, tokens, _ = head
+    kept, comma, decay = state.partition(",")
+    return name, kept.partition("+")[0] + comma + decay, rows, tokens
 
 
 def _line(*cells: object) -> str:

@@ -7,17 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from cute_kernels.arch import Arch
-from cute_kernels.configs import SIZE_BYTES, THREADS, StepConfig, StepKey, Tile, heuristic_config, invalid_reason
+from cute_kernels.configs import SIZE_BYTES, StepConfig, StepKey, Tile
+from cute_kernels.heuristic import (
+    MULTIPROCESSOR_SMEM_BYTES,
+    RESERVED_SMEM_BYTES,
+    heuristic_config,
+    invalid_reason,
+    smem_bytes,
+)
 from replayssm.tuned import TUNED_FIELDS, Parameters, Shape
 
 FOLD_VALUES = (4, 8, 16, 32, 64)
-# Of a multiprocessor of sm_90 to sm_103: threads, shared memory, and what each CTA takes of it beside its own.
-MULTIPROCESSOR_THREADS = 2048
-MULTIPROCESSOR_SMEM_BYTES = 228 * 1024
-RESERVED_SMEM_BYTES = 1024
+WARPS = (1, 2, 4, 8)
+MULTIPROCESSOR_THREADS, MULTIPROCESSOR_CTAS = 2048, 32  # of sm_90 to sm_103
 
 
 @dataclass(frozen=True)
@@ -26,11 +32,11 @@ class Candidate:
 
     Args:
         key: the whole of what the kernel depends on.
-        ctas: that fit on a multiprocessor by threads and shared memory; registers are known only once it is compiled.
+        room: CTAs that fit on a multiprocessor but for registers, which are known only once it is compiled.
     """
 
     key: StepKey
-    ctas: int
+    room: int
 
     @property
     def config(self) -> StepConfig:
@@ -43,13 +49,13 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """E.g. "split 2, fold_values 16"."""
+        """E.g. "split 2, warps 4, ctas 1, fold_values 16"."""
         return ", ".join(f"{name} {value}" for name, value in self.parameters.items())
 
     @property
     def in_flight_bytes(self) -> int:
         """State that a multiprocessor has on its way at once: a tile a CTA."""
-        return self.ctas * Tile.of(self.key).bytes
+        return self.room * Tile.of(self.key).bytes
 
     @property
     def loaded_bytes(self) -> int:
@@ -78,32 +84,39 @@ def candidates(shape: Shape, batch: int, arch: Arch) -> tuple[Candidate, ...]:
     if heuristic_config(base, batch, arch) is None:
         return ()
     splits = [split for split in range(1, base.head_dim + 1) if base.head_dim % split == 0]
-    tried = [replace(base, config=replace(base.config, split=s, fold_values=f)) for s in splits for f in FOLD_VALUES]
-    kernels: dict[tuple[Any, ...], StepKey] = {}
-    for key in (base, *(key for key in tried if invalid_reason(key, arch) is None)):
-        kernels.setdefault(kernel_of(key), key)
-    return tuple(Candidate(key, _ctas(key, arch)) for key in kernels.values())
+    tried = [
+        replace(base, config=replace(base.config, split=split, warps=warps, ctas=1, fold_values=values))
+        for split, warps, values in product(splits, WARPS, FOLD_VALUES)
+    ]
+    valid = [key for key in tried if invalid_reason(key, arch) is None]
+    kernels = {kernel_of(base): base}
+    for key in valid:
+        for either in (key, _filling(key)):
+            kernels.setdefault(kernel_of(either), either)
+    return tuple(Candidate(key, room(key)) for key in kernels.values())
+
+
+def _filling(key: StepKey) -> StepKey:
+    """The same with no more registers than leave room for all CTAs that fit otherwise."""
+    return replace(key, config=replace(key.config, ctas=room(key)))
 
 
 def kernel_of(key: StepKey) -> tuple[Any, ...]:
-    """What kernels of one shape really differ in: `fold_values` only by the rows that a thread folds at a time."""
-    return key.config.split, key.config.precision, Tile.of(key).fold_block
+    """What kernels of one shape really differ in; `fold_values` only by the rows of a fold's block."""
+    config = key.config
+    return config.split, config.warps, config.ctas, config.precision, Tile.of(key).fold_block
 
 
-def _ctas(key: StepKey, arch: Arch) -> int:
-    """So many share a multiprocessor as each finds room in its part, by the predicate that decides for one."""
-    parts = range(2, MULTIPROCESSOR_THREADS // THREADS + 1)
-    fitting = [n for n in parts if invalid_reason(key, replace(arch, smem_bytes=_part_bytes(n))) is None]
-    return max(fitting, default=1)
-
-
-def _part_bytes(parts: int) -> int:
-    return MULTIPROCESSOR_SMEM_BYTES // parts - RESERVED_SMEM_BYTES
+def room(key: StepKey) -> int:
+    """CTAs that a multiprocessor has threads and shared memory for, and takes at all."""
+    by_memory = MULTIPROCESSOR_SMEM_BYTES // (smem_bytes(key) + RESERVED_SMEM_BYTES)
+    return max(1, min(by_memory, MULTIPROCESSOR_THREADS // Tile.of(key).threads, MULTIPROCESSOR_CTAS))
 
 
 def prune_outclassed(rows: int, multiprocessors: int) -> Prune:
-    """Drop candidates behind another with the same fold that has more of the state in flight and loads less of it.
+    """Drop those behind another split that has more of the state in flight and loads less of it.
 
+    Only splits that are otherwise alike are compared: as many warps, the same fold, both or neither held to `room`.
     Applied where both fill every multiprocessor; below that more CTAs may be worth their loads. The first candidate
     is kept. What is assumed, that a step which memory limits is no faster with less in flight and more to load, is no
     measurement: `replayssm tune --no-prune` tries everything.
@@ -115,12 +128,15 @@ def prune_outclassed(rows: int, multiprocessors: int) -> Prune:
 
     def fills(candidate: Candidate) -> bool:
         ctas = rows * candidate.key.num_v_heads * candidate.config.split
-        return ctas >= candidate.ctas * multiprocessors
+        return ctas >= candidate.room * multiprocessors
+
+    def launch(key: StepKey) -> tuple[int, bool, int]:
+        return key.config.warps, key.config.ctas > 1, Tile.of(key).fold_block
 
     def outclasses(one: Candidate, other: Candidate) -> bool:
-        same_fold = Tile.of(one.key).fold_block == Tile.of(other.key).fold_block
+        alike = launch(one.key) == launch(other.key)
         ahead = one.in_flight_bytes >= other.in_flight_bytes and one.loaded_bytes < other.loaded_bytes
-        return same_fold and ahead and fills(one) and fills(other)
+        return alike and ahead and fills(one) and fills(other)
 
     def prune(tried: Sequence[Candidate]) -> Sequence[Candidate]:
         return [c for i, c in enumerate(tried) if i == 0 or not any(outclasses(other, c) for other in tried)]

@@ -67,7 +67,7 @@ def field_facts(fields: Sequence[Field], arch: str, rates: Rates | None) -> list
                 {
                     **candidate.parameters,
                     "pruned": candidate in field.pruned,
-                    "ctas": candidate.ctas,
+                    "room": candidate.room,
                     "in_flight_bytes": candidate.in_flight_bytes,
                     "loaded_bytes": candidate.loaded_bytes,
                 }
@@ -96,7 +96,7 @@ def _candidates(field: Field) -> Table:
     table = _table(f"candidates of {field.job.name}", *columns, right=columns[1:4])
     for candidate in (*field.tried, *field.pruned):
         note = "heuristic" if candidate is field.tried[0] else "outclassed" if candidate in field.pruned else ""
-        numbers = candidate.ctas, f"{candidate.in_flight_bytes / 1e3:.0f}", f"{candidate.loaded_bytes / 1e6:.2f}"
+        numbers = candidate.room, f"{candidate.in_flight_bytes / 1e3:.0f}", f"{candidate.loaded_bytes / 1e6:.2f}"
         table.add_row(candidate.name, *map(str, numbers), note)
     return table
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from replayssm.cursors import Cursors
 from replayssm.inputs import GdnInputs, Inputs, KdaInputs, Mamba2Inputs
 from replayssm.launch import value_of
+from replayssm.ops import write_read_copy
 from replayssm.pool import Pool, RingLayout, record_shapes
 from replayssm.spec import LayerSpec, ReplaySpec
 from tuning.shapes import ModelShape
@@ -75,7 +76,8 @@ def arena_bytes(layer: LayerSpec, replays: Sequence[ReplaySpec], num_slots: int)
 def make_pools(
     arena: Arena, layer: LayerSpec, replays: Sequence[ReplaySpec], num_slots: int, *, ring_layout: RingLayout
 ) -> list[Pool]:
-    """Pools of random contents with the same checkpoint, one for each of `replays` (whose dtypes must agree)."""
+    """Pools of random contents with the same checkpoint, one for each of `replays` (whose dtypes must agree), and where
+    these have copies, its copies."""
     delta_rule = layer.recurrence != "mamba2"
     pools: list[Pool] = []
     for replay in replays:
@@ -83,6 +85,9 @@ def make_pools(
         for name, (shape, dtype) in record_shapes(layer, replay).items():
             if name == "checkpoint":
                 tensors[name] = pools[0].checkpoint if pools else arena.take((num_slots, *shape), dtype).normal_()
+                continue
+            if name.startswith("read_"):
+                tensors[name] = arena.take((num_slots, *shape), dtype)
                 continue
             if ring_layout == "record_major":
                 ring = arena.take((num_slots, shape[1], shape[0], *shape[2:]), dtype).transpose(1, 2)
@@ -94,6 +99,10 @@ def make_pools(
             else:  # the keys of a delta rule are normalised
                 tensors[name] = ring.normal_(std=layer.d_state**-0.5 if delta_rule and name == "key" else 1.0)
         pools.append(Pool(layer, replay, **tensors))
+        if replay.read_dtype is not None:
+            start, count = torch.zeros(2, num_slots, dtype=torch.int32, device=pools[-1].device)
+            slots = torch.arange(num_slots, dtype=torch.int32, device=pools[-1].device)
+            write_read_copy(Cursors(replay, start, count), slots, pools=pools[-1:])
     return pools
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
+from cutlass import Float32
 
 
 @cute.jit
@@ -14,3 +15,13 @@ def when(condition: Any, action: cutlass.Constexpr[Callable[[], None]]):
     """Do `action`, which may store but not return, where the condition holds."""
     if condition:
         action()
+
+
+def barrier_of_zero() -> Float32:
+    """A barrier of the CTA that returns 0: what starts from this 0 stays behind the barrier, where the compiler would
+    let work that only waits for loads move in front of later ones, and so hold these up."""
+    text = (
+        "{.reg .pred none, any; setp.ne.u32 none, 0, 0; barrier.cta.red.or.pred any, 0, none;"
+        " selp.b32 {$w0}, 0x3f800000, 0, any;}"
+    )
+    return cute.arch.inline_ptx(text, write_only_types=[Float32], read_only_args=[])

@@ -28,10 +28,14 @@ def mma_bf16(sums: list[Any], a: tuple[Any, ...], b: tuple[Any, ...]) -> list[Fl
     return list(ptx(text, write_only_types=[Float32] * 4, read_only_args=[*a, *b, *sums]))
 
 
+def lower_halves(x: Any, y: Any) -> Uint32:
+    """The lower 16 bits of two words in one."""
+    return ptx("prmt.b32 {$w0}, {$r0}, {$r1}, 0x5410;", write_only_types=[Uint32], read_only_args=[x, y])
+
+
 def upper_halves(x: Any, y: Any) -> Uint32:
-    """The upper 16 bits of two floats, bfloat16 values rounded towards zero, in one word."""
-    text = "prmt.b32 {$w0}, {$r0}, {$r1}, 0x7632;"
-    return ptx(text, write_only_types=[Uint32], read_only_args=[x, y])
+    """The upper 16 bits of two words in one; of two floats, bfloat16 values rounded towards zero."""
+    return ptx("prmt.b32 {$w0}, {$r0}, {$r1}, 0x7632;", write_only_types=[Uint32], read_only_args=[x, y])
 
 
 def bf16_terms(x: Any, y: Any, count: int) -> list[Uint32]:

@@ -14,7 +14,7 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
-from cute_kernels.configs import LANES_PER_RECORD, THREADS, Tile
+from cute_kernels.configs import LANES_PER_RECORD, Tile
 from cute_kernels.primitives.arithmetic import LOG2_E, exp2, select
 from cute_kernels.primitives.convert import unpack
 from cute_kernels.primitives.memory import STREAM, load_shared_floats, store_shared_if
@@ -24,7 +24,7 @@ from cute_kernels.replay.window import Place, address, load_scalar_if, store_sca
 
 def own_channels(tile: Tile, thread: Any) -> list[tuple[Int32, Int32]]:
     """(channel, whether it exists) for each that a thread has."""
-    channels = [thread + first for first in range(0, tile.d_state, THREADS)]
+    channels = [thread + first for first in range(0, tile.d_state, tile.threads)]
     return [(channel, Int32(channel < tile.d_state)) for channel in channels]
 
 
@@ -130,6 +130,8 @@ def scaled_key(
     tile: Tile, key: list[list[Any]], dtype: str, base: Any, record: Any, place: Place
 ) -> list[list[Uint32]]:
     """This thread's vectors of a record's key, each channel times its decay, as words of floats."""
+    if tile.records_per_pass > tile.padded_window:  # the decays of no record
+        record = select(record < tile.padded_window, record, Int32(0))
     factors = key_factors(tile, base, record, place.lane % LANES_PER_RECORD)
     vectors = [unpack(words, dtype) for words in key]
     return [[x.bitcast(Uint32) for x in vector] for vector in _times(vectors, factors)]

@@ -25,7 +25,7 @@ from cutlass import Float32, Int64, Uint32
 from cute_kernels.configs import Tile
 from cute_kernels.primitives.arithmetic import select
 from cute_kernels.primitives.memory import load_words
-from cute_kernels.primitives.mma import Fragment
+from cute_kernels.primitives.mma import Fragment, lower_halves, upper_halves
 from cute_kernels.replay.quant import ATOM_BLOCKS, BLOCK, CopyPlaces, CopyShape, scale_at
 
 ptx = cute.arch.inline_ptx
@@ -54,9 +54,7 @@ def ordered_pairs(words: list[Any], bits: int) -> list[Uint32]:
         return words
     for first in range(0, len(words), size):
         for low, high in zip(words[first : first + size // 2], words[first + size // 2 : first + size], strict=True):
-            for choice in ("0x5410", "0x7632"):
-                text = "prmt.b32 {$w0}, {$r0}, {$r1}, %s;" % choice
-                found.append(ptx(text, write_only_types=[Uint32], read_only_args=[low, high]))
+            found += [lower_halves(low, high), upper_halves(low, high)]
     return found
 
 
@@ -93,10 +91,9 @@ def shifted(word: Any, left: int) -> Uint32:
 def code_pairs(dtype: str, word: Any, factor: Any) -> list[Uint32]:
     """A word of codes as pairs of bfloat16, in order."""
     if dtype == "nvfp4":
-        return [
-            times((shifted(word, 12 - 4 * j) & Uint32(SIGNS)) | (shifted(word, 6 - 4 * j) & Uint32(0x01C001C0)), factor)
-            for j in range(4)
-        ]
+        # One product puts sign and magnitude of a nibble where they go: neither copy reaches what is kept of the other.
+        parts = [(source & Uint32(0x000F000F << 4 * j), 6 - 4 * j) for source in (word, word >> 8) for j in (0, 1)]
+        return [times((x * Uint32(65 << left)) & Uint32(SIGNS | 0x01C001C0), factor) for x, left in parts]
     pairs = []
     for left in (8, 0):
         if dtype == "int8":
@@ -139,21 +136,28 @@ class CodeScales:
     rows: list[Float32]
 
     @classmethod
-    def load(cls, shape: CopyShape, tile: Tile, places: CopyPlaces, row: Any, lane4: Any) -> CodeScales:
-        """Start the loads for rows `row` and `row` + 1 of all heads."""
+    def load(cls, shape: CopyShape, tile: Tile, places: CopyPlaces, row: Any, ahead: int, lane4: Any) -> CodeScales:
+        """Start the loads for rows `row` + `ahead` of all heads and the next, where `row` is an even one of a warp's
+        first 16."""
         dtype, words, rows = shape.read_dtype, [], []
+        # Where tiles begin at multiples of 64 rows, rows that are behind each other lie in one atom.
+        fixed, skip = tile.rows % 64 == 0, ((ahead & 31) << 4) + (ahead >> 5 << 2)
+        if not fixed:
+            row, skip, ahead = row + ahead, 0, 0
         for i in (0, 1):
             of_row = []
             for first in range(0, tile.d_state if shape.blocks else 0, 4 * tile.read_vector):
                 block = (first + lane4 * tile.read_vector) // BLOCK[dtype]
-                (word,) = load_words(places.scale + Int64(scale_at(shape, row + i, block & -ATOM_BLOCKS)), 1)
+                where = places.scale + Int64(scale_at(shape, row, block & -ATOM_BLOCKS))
+                (word,) = load_words(where, 1, offset=skip + (i << 4))
                 of_row.append(word >> Uint32((block & 3) * 8))
             words.append(of_row)
             if dtype == "nvfp4" and i == 0:
-                (word,) = load_words(places.tile_scale + Int64((row >> 4) * 4), 1)
+                (word,) = load_words(places.tile_scale + Int64((row >> 4) * 4), 1, offset=ahead >> 4 << 2)
                 rows = [word.bitcast(Float32)] * 2
             elif not shape.blocks:
-                rows += [load_words(places.scale + Int64((row + i) * 4), 1)[0].bitcast(Float32)]
+                (word,) = load_words(places.scale + Int64(row * 4), 1, offset=(ahead + i) * 4)
+                rows += [word.bitcast(Float32)]
         return cls(dtype, words, rows)
 
     def factors(self, row: int, chunk: int) -> list[Uint32]:
@@ -174,6 +178,5 @@ class CodeScales:
         """Sums of products, (row, probe), (row, next probe), (next row, probe), .., with the scales of rows."""
         if not self.rows:
             return sums
-        if self.dtype == "nvfp4":
-            sums = [[x * Float32(TWO_62) for x in block] for block in sums]
-        return [[x * self.rows[i // 2] for i, x in enumerate(block)] for block in sums]
+        rows = [x * Float32(TWO_62) for x in self.rows] if self.dtype == "nvfp4" else self.rows
+        return [[x * rows[i // 2] for i, x in enumerate(block)] for block in sums]

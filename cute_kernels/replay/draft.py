@@ -17,7 +17,7 @@ from typing import Any
 
 from cutlass import Float32, Int32, Uint32
 
-from cute_kernels.configs import THREADS, WARP, DraftShape, Tile
+from cute_kernels.configs import WARP, DraftShape, Tile
 from cute_kernels.primitives.arithmetic import exp2, select
 from cute_kernels.primitives.convert import unpack
 from cute_kernels.primitives.memory import (
@@ -86,11 +86,10 @@ class Vectors:
     def chunks(self) -> int:
         return self.tile.d_state // (4 * self.tile.read_vector)
 
-    def fragment(self, block: int, chunk: int, terms: int) -> Fragment:
-        """One chunk of a block."""
+    def fragment(self, block: int, chunk: int, terms: int, bits: int = 16) -> Fragment:
+        """One chunk of a block, in the order of a state of so many bits an element."""
         size = len(self.words[block]) // self.chunks
         words = self.words[block][chunk * size : (chunk + 1) * size]
-        bits = self.tile.read_bits
         if not self.tile.channels:
             if self.dtype == "bfloat16":
                 return fragment(ordered_pairs(words, bits), self.dtype, terms)
@@ -122,8 +121,8 @@ class StagedVectors:
             store_shared_half_if(inside, where, word)
             store_shared_half_if(inside, where + apart * self.tile.staged_vector_bytes, word >> 16)
 
-    def fragment(self, block: int, chunk: int, terms: int) -> Fragment:
-        """One chunk of a block, as `Vectors.fragment`."""
+    def fragment(self, block: int, chunk: int, terms: int, bits: int) -> Fragment:
+        """One chunk of a block, as `Vectors.fragment`; `store` has put it in the state's order."""
         vector = self.tile.read_vector
         where = self.base + (block * 8 + self.lane // 4) * self.tile.staged_vector_bytes + self.lane % 4 * (vector * 2)
         step = self.blocks * 8 * self.tile.staged_vector_bytes
@@ -132,12 +131,14 @@ class StagedVectors:
         return [[(of_term[i], of_term[i + 1]) for of_term in words] for i in range(0, vector // 2, 2)]
 
 
-def score_block(probes: Vectors, blocks: list[int], keys: Vectors, block: int, terms: int) -> list[Float32]:
+def score_block(probes: Vectors, blocks: list[int], keys: Vectors, block: int, terms: int, zero: Any) -> list[Float32]:
     """Products of one or two blocks of probes with a block of keys, as `multiply` returns them."""
-    raw = [Float32(0.0)] * 4
+    raw = [zero] * 4
+    # Two terms are all of a float16, so no product of theirs is left out.
+    kept = max(terms, 3) if probes.dtype == "float16" and not probes.tile.channels else terms
     for c in range(probes.chunks):
         left = [probes.fragment(b, c, terms) for b in blocks]
-        raw = multiply(raw, left[0], left[1] if len(left) == 2 else None, keys.fragment(block, c, terms), terms)
+        raw = multiply(raw, left[0], left[1] if len(left) == 2 else None, keys.fragment(block, c, terms), kept)
     return raw
 
 
@@ -167,7 +168,7 @@ def read_state(
     for c in range(tile.d_state // (4 * tile.read_vector)):
         rows = [[row(part, i, c) for i in (0, 1)] for part in range(len(bases))]
         for b in range(probes.blocks):
-            right = probes.fragment(b, c, terms)
+            right = probes.fragment(b, c, terms, tile.read_bits)
             for of_part, (upper, lower) in zip(sums, rows, strict=True):
                 of_part[b] = multiply(of_part[b], upper, lower, right, terms)
     return [scales[i].scaled(of_part) for i, of_part in enumerate(sums)] if scales else sums
@@ -212,21 +213,25 @@ class Scores:
     def store_window(
         self, blocks: list[int], raw: list[Any], step: int, factors: list[Any], decays: DraftDecays, warp: Any
     ) -> None:
-        """Weigh and store the scores of the window's records 8 n + 2 t and 8 n + 2 t + 1, with n = warp + 4 `step`.
+        """Weigh and store the scores of the window's records 8 n + 2 t and the next, with n = warp + warps x `step`.
 
         Args:
             blocks: the probe blocks of `raw`, one or two, each with a pair of scores.
             factors: of this lane's probe of each block.
         """
-        if step >= len(decays.records.weights):
+        weights, word = decays.records.weights, step * self.shape.warps * 8 // WARP
+        if word >= len(weights):
             return
-        first = warp * 8 + self.lane % 4 * 2
-        columns = [broadcast(decays.records.weights[step], first + e) for e in (0, 1)]
+        weight = weights[word]
+        if self.shape.warps * 8 > WARP and word + 1 < len(weights):
+            weight = select(warp >= WARP // 8, weights[word + 1], weight)
+        first = (warp + self.shape.warps * step) * 8 + self.lane % 4 * 2
+        columns = [broadcast(weight, first % WARP + e) for e in (0, 1)]
         for i, block in enumerate(blocks):
             token = block % self.shape.token_blocks * 8 + self.lane // 4
             row = factors[i] * broadcast(decays.since_window, token)
             pair = [raw[2 * i + e] * (row * columns[e]) for e in (0, 1)]
-            self.store_pair(block, step * 32 + first, pair)
+            self.store_pair(block, first, pair)
 
     def _decays_of(self, block: Any) -> Int32:
         """Where the warp that scores a block of tokens keeps the decays between tokens."""
@@ -254,9 +259,11 @@ class Scores:
                 earlier = token_block * 8 + self.lane % 4 * 2 + e
                 earlier = select(earlier < last, earlier, Int32(last))
                 column = earlier + block // self.shape.token_blocks * self.shape.tokens
-                places = [self._sums_of(Int32(warp), token) + column * 4 for warp in range(THREADS // WARP)]
+                places = [self._sums_of(Int32(warp), token) + column * 4 for warp in range(self.shape.warps)]
                 parts = [load_shared_floats(where, 1, 4)[0] for where in places]
-                raw.append((parts[0] + parts[1]) + (parts[2] + parts[3]))
+                while len(parts) > 1:
+                    parts = [x + y for x, y in zip(parts[::2], parts[1::2], strict=True)]
+                raw += parts
         return raw
 
     def store_decays(self, block: Any, decays: DraftDecays) -> None:

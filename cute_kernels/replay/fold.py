@@ -71,24 +71,32 @@ class FoldStage:
 def stage_record(
     stage: FoldStage, statics: FoldStatics, record: Any, lane8: Any, loaded: LoadedRecord, weight: Any
 ) -> None:
-    """Write one record, as the 8 lanes that share it have loaded it, with its values weighted."""
+    """Write one record, as the 8 lanes that share it have loaded it, with its values weighted, if it is one of the
+    padded window."""
     tile = statics.tile
+    whole = tile.padded_window % tile.records_per_pass == 0
+    kept = True if whole else Int32(record < tile.padded_window)
     vector_bytes = tile.vector * tile.key_size
     where = stage.keys + record * (tile.d_state * tile.key_size) + lane8 * vector_bytes
     for c, words in enumerate(loaded.key):
         for first in range(0, len(words), 4):
-            store_shared(where, words[first : first + 4], offset=c * LANES_PER_RECORD * vector_bytes + 4 * first)
+            skip = c * LANES_PER_RECORD * vector_bytes + 4 * first
+            if whole:
+                store_shared(where, words[first : first + 4], offset=skip)
+            else:
+                store_shared_if(kept, where + skip, words[first : first + 4])
     record_values = stage.values + record * (tile.rows * tile.staged_size)
     for c, words in enumerate(loaded.values):
         vector = c * LANES_PER_RECORD + lane8
+        inside = vector < tile.value_vectors if whole else kept * Int32(vector < tile.value_vectors)
         for e, x in enumerate(unpack(words, statics.value_dtype)):
             row = vector * tile.value_vector + e
             place = (row % tile.fold_rows) * tile.fold_steps + row // tile.fold_rows
             word = (x * weight).bitcast(Int32) if tile.staged_size == 4 else pack([x], statics.value_dtype)[0]
             if tile.staged_size == 4:
-                store_shared_if(vector < tile.value_vectors, record_values + place * 4, [word])
+                store_shared_if(inside, record_values + place * 4, [word])
             else:
-                store_shared_half_if(vector < tile.value_vectors, record_values + place * 2, word)
+                store_shared_half_if(inside, record_values + place * 2, word)
 
 
 def load_fold_key(stage: FoldStage, statics: FoldStatics, record: Any, ahead: int) -> list[Float32]:

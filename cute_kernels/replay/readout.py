@@ -7,7 +7,7 @@ from typing import Any
 
 from cutlass import Float32, Int32
 
-from cute_kernels.configs import LANES_PER_RECORD, READOUT_ROWS, Tile
+from cute_kernels.configs import LANES_PER_RECORD, WARP, Tile
 from cute_kernels.primitives.arithmetic import select
 from cute_kernels.primitives.convert import unpack
 from cute_kernels.primitives.memory import load_shared, store_shared_if
@@ -68,8 +68,8 @@ class OutputRows:
 
     @classmethod
     def of(cls, tile: Tile, lane: Any, warp: Any) -> OutputRows:
-        read = tile.rows // READOUT_ROWS
-        first_row = (warp * (READOUT_ROWS // tile.warps) + lane // LANES_PER_RECORD) * read
+        read = tile.rows // tile.readout_rows
+        first_row = (warp * (WARP // LANES_PER_RECORD) + lane // LANES_PER_RECORD) * read
         first, count, owner = transposed_place(read, lane, ROW_LANES)
         real = [Int32(first + i < read) for i in range(count)]
         rows = [first_row + first + i for i in range(count)]
@@ -92,7 +92,7 @@ def read_tile(
     row_bytes = tile.d_state * tile.state_size
     base = state + first_row * row_bytes + lane % LANES_PER_RECORD * 16
     sums: list[list[Any]] = [[] for _ in probes]
-    for i in range(tile.rows // READOUT_ROWS):
+    for i in range(tile.rows // tile.readout_rows):
         products = [Float32(0.0) for _ in probes]
         for c in range(tile.key_chunks):
             words = load_shared(base, 4, offset=i * row_bytes + c * LANES_PER_RECORD * 16)

@@ -30,15 +30,15 @@ class Place:
         """The place of this thread, where the CTAs of a row lie along the grid's x axis, those of a head together."""
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        head = block // key.config.split
+        head, tile = block // key.config.split, Tile.of(key)
         return cls(
             row=row,
             head=head,
             group=head // (key.num_v_heads // key.num_k_heads),
-            first_row=(block % key.config.split) * Tile.of(key).rows,
+            first_row=(block % key.config.split) * tile.rows,
             thread=thread,
             lane=thread % WARP,
-            warp=thread // WARP,
+            warp=thread // WARP if tile.warps > 1 else Int32(0),
         )
 
 

@@ -86,7 +86,7 @@ def encode(state: Tensor, read_dtype: ReadDtype, divisors: tuple[float, ...] = S
         return _encode_nvfp4(state, divisors)
     if read_dtype == "mxfp8":
         blocks = state.unflatten(-1, (-1, form.block))
-        scale = formats.encode_ue8m0(_largest(blocks, -1) / formats.E4M3_MAX)
+        scale = formats.encode_ue8m0(_quotient(_largest(blocks, -1), formats.E4M3_MAX))
         code = formats.encode_e4m3(blocks * (1 / formats.decode_ue8m0(scale)))
         return {"codes": code.flatten(-2), "scale": to_atoms(scale.squeeze(-1))}
     if not form.row_scale:
@@ -138,7 +138,7 @@ def _encode_nvfp4(state: Tensor, divisors: tuple[float, ...]) -> dict[str, Tenso
     share = _largest(blocks, -1) * _inverse(spread)
     best: tuple[Tensor, Tensor, Tensor] | None = None
     for divisor in divisors:
-        scale = formats.encode_e4m3(share / divisor)
+        scale = formats.encode_e4m3(_quotient(share, divisor))
         unit = formats.decode_e4m3(scale) * spread
         codes = formats.encode_e2m1(blocks * _inverse(unit))
         error = _halving_sum((formats.decode_e2m1(codes) * unit - blocks).square())
@@ -159,14 +159,19 @@ def _largest(x: Tensor, axes: int | tuple[int, ...]) -> Tensor:
     return largest.where(largest.isfinite(), torch.nan)
 
 
+def _quotient(x: Tensor, divisor: float) -> Tensor:
+    # By a number torch divides on CUDA as a product with its inverse, which rounds twice; by a tensor there it divides.
+    return x / x.new_full((), divisor)
+
+
 def _nonzero(largest: Tensor, codes: float) -> Tensor:
     """The scale that brings `largest` to the largest code; 0 for 0."""
-    return (largest / codes).clamp_min(LEAST_SCALE).where(largest != 0, 0)
+    return _quotient(largest, codes).clamp_min(LEAST_SCALE).where(largest != 0, 0)
 
 
 def _power_above(largest: Tensor) -> Tensor:
     """The least power of two for which no block scale of `SEARCH` exceeds e4m3; 0 for 0."""
-    power = formats.decode_ue8m0(formats.encode_ue8m0(largest / (formats.E4M3_MAX * min(SEARCH))))
+    power = formats.decode_ue8m0(formats.encode_ue8m0(_quotient(largest, formats.E4M3_MAX * min(SEARCH))))
     return power.clamp_min(LEAST_SCALE).where(largest != 0, 0)
 
 

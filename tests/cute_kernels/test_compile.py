@@ -28,6 +28,7 @@ from cute_kernels.arch import arch_of_capability
 from cute_kernels.configs import RowOptions
 from replayssm import plan_step
 from replayssm.launch import options_of
+from replayssm.pool import default_ring_layout
 from replayssm.spec import Recurrence
 from tests.helpers.draw import BASES, KERNELS
 from tests.helpers.oracle import busy_scene
@@ -299,7 +300,8 @@ def test_warmup_refuses_what_no_kernel_covers(kind: Recurrence, stub: Stub) -> N
 @pytest.mark.gpu
 @each_kernel
 def test_after_warmup_a_decode_compiles_nothing(kind: Recurrence, monkeypatch: pytest.MonkeyPatch) -> None:
-    work = busy_scene(BASES[kind], forced=None).on("cuda")
+    layout = default_ring_layout(BASES[kind].layer)
+    work = busy_scene(BASES[kind], forced=None, ring_layout=layout).on("cuda")
     arch = arch_of_capability(torch.cuda.get_device_capability()).name
     options = options_of(work.inputs)
     replayssm.warmup(work.pool.layer, work.pool.replay, options, arch=arch, batches=(9,), index_dtypes=("int64",))

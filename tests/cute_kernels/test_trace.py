@@ -28,17 +28,8 @@ from cutlass.base_dsl import compiler
 from cute_kernels import commit, empty, materialize, step
 from cute_kernels.arch import ARCHES
 from cute_kernels.compile import compile_only
-from cute_kernels.configs import (
-    THREADS,
-    GdnOptions,
-    KdaOptions,
-    Mamba2Options,
-    Options,
-    RowOptions,
-    StepKey,
-    Tile,
-    heuristic_config,
-)
+from cute_kernels.configs import THREADS, GdnOptions, KdaOptions, Mamba2Options, Options, RowOptions, StepKey, Tile
+from cute_kernels.heuristic import heuristic_config
 from replayssm import LayerSpec, ReplaySpec, plan_step
 from replayssm.spec import Recurrence
 from tests.helpers.cases import RELEASED, Case, pick

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from cute_kernels.configs import StepConfig
 from replayssm.reference import replay as reference
+from replayssm.tuned import TUNED_FIELDS
 from tuning.bench import Machine
 
-Parameters = tuple[int, int]  # split, fold_values
+
+def launch_of(config: StepConfig) -> StepConfig:
+    """What of it is searched: all but the precision."""
+    return replace(config, precision=StepConfig.precision)
+
+
+def tabled(config: StepConfig) -> dict[str, int]:
+    """As a tuned table holds it."""
+    return {name: getattr(config, name) for name in TUNED_FIELDS}
+
+
+def printed(config: StepConfig) -> str:
+    """As the commands print it."""
+    return ", ".join(f"{name} {value}" for name, value in tabled(config).items())
 
 
 @dataclass
@@ -20,31 +34,31 @@ class ScriptedSteps:
     """A step that takes what its launch parameters are said to take; twice as much where every row folds.
 
     Args:
-        times: by (split, fold_values), in microseconds; others take `default`.
+        times: by `launch_of` a configuration, in microseconds; others take `default`.
         wrong: launch parameters whose result is wrong.
     """
 
-    times: Mapping[Parameters, float] = field(default_factory=dict)
+    times: Mapping[StepConfig, float] = field(default_factory=dict)
     default: float = 100.0
-    wrong: frozenset[Parameters] = frozenset()
-    launched: list[Parameters] = field(default_factory=list)
-    sampled: list[Parameters] = field(default_factory=list)
+    wrong: frozenset[StepConfig] = frozenset()
+    launched: list[StepConfig] = field(default_factory=list)
+    sampled: list[StepConfig] = field(default_factory=list)
 
     def step(self, pool: Any, cursors: Any, inputs: Any, *, config: StepConfig, **rest: Any) -> None:
-        parameters = (config.split, config.fold_values)
+        launch = launch_of(config)
         reference.step(pool, cursors, inputs, **rest)
-        if parameters in self.wrong:
+        if launch in self.wrong:
             rest["out"].mul_(1.5)
-        self.launched.append(parameters)
+        self.launched.append(launch)
         self._all_fold = bool((cursors.num_committed[rest["cache_indices"].long()] == pool.replay.window).all())
 
-    def capture(self, launch: Callable[[], object]) -> tuple[Parameters, float]:
+    def capture(self, launch: Callable[[], object]) -> tuple[StepConfig, float]:
         launch()
-        parameters = self.launched[-1]
-        return parameters, self.times.get(parameters, self.default) * (2 if self._all_fold else 1)
+        launched = self.launched[-1]
+        return launched, self.times.get(launched, self.default) * (2 if self._all_fold else 1)
 
-    def sample(self, captured: Sequence[tuple[Parameters, float]]) -> list[float]:
-        self.sampled += [parameters for parameters, _ in captured]
+    def sample(self, captured: Sequence[tuple[StepConfig, float]]) -> list[float]:
+        self.sampled += [launched for launched, _ in captured]
         return [time_us for _, time_us in captured]
 
     def machine(self, device_name: str = "NVIDIA H200", arch: str = "sm_90a") -> Machine:

@@ -42,6 +42,7 @@ class Run:
     case: Case
     given: AnyGiven | None = None
     split: int = 1
+    warps: int = 4
     pdl: bool = False
     layout: RingLayout = "record_major"
     index: torch.dtype = torch.int32
@@ -49,7 +50,7 @@ class Run:
 
     @property
     def id(self) -> str:
-        return f"{self.arch}-{self.case.id}-split{self.split}{'-ragged' * self.ragged}"
+        return f"{self.arch}-{self.case.id}-split{self.split}-warps{self.warps}{'-ragged' * self.ragged}"
 
     @property
     def scene(self) -> Scene:
@@ -67,29 +68,34 @@ def case(kind: Recurrence, sizes: tuple[int, int, int, int], window: int, T: int
 
 CASES = (
     Run("sm_90a", case("mamba2", (2, 1, 64, 64), 5, 4, BF16, F32)),
-    Run("sm_103a", case("mamba2", (1, 1, 64, 128), 16, 8, BF16, BF16), Given(z=False), pdl=True, index=torch.int64),
-    Run("sm_90a", case("mamba2", (2, 2, 80, 64), 16, 2, F32, F32), BARE, layout="head_major"),
-    Run("sm_103a", case("mamba2", (1, 1, 128, 64), 33, 16, F16, F16), Given(D=None, dt_bias=None), split=2),
-    Run("sm_90a", case("mamba2", (1, 1, 64, 256), 16, 9, BF16, F16), Given(dt=F32), layout="strided"),
+    Run("sm_103a", case("mamba2", (1, 1, 64, 128), 16, 8, BF16, BF16), Given(z=False), pdl=True, index=torch.int64,
+        warps=2),
+    Run("sm_90a", case("mamba2", (2, 2, 80, 64), 16, 2, F32, F32), BARE, layout="head_major", warps=2),
+    Run("sm_103a", case("mamba2", (1, 1, 128, 64), 33, 16, F16, F16), Given(D=None, dt_bias=None), split=2, warps=1),
+    Run("sm_90a", case("mamba2", (1, 1, 64, 256), 16, 9, BF16, F16), Given(dt=F32), layout="strided", warps=8),
     Run("sm_90a", case("gdn", (3, 1, 64, 64), 5, 4, BF16, F32)),
-    Run("sm_103a", case("gdn", (1, 1, 128, 128), 16, 8, BF16, BF16), DeltaGiven(beta=F32), pdl=True, index=torch.int64),
-    Run("sm_90a", case("gdn", (2, 2, 80, 64), 16, 2, F32, F32), DeltaGiven(l2norm_eps=None), layout="head_major"),
+    Run("sm_103a", case("gdn", (1, 1, 128, 128), 16, 8, BF16, BF16), DeltaGiven(beta=F32), pdl=True, index=torch.int64,
+        warps=2),
+    Run("sm_90a", case("gdn", (2, 2, 80, 64), 16, 2, F32, F32), DeltaGiven(l2norm_eps=None), layout="head_major",
+        warps=2),
     Run("sm_103a", replace(case("gdn", (1, 1, 128, 64), 33, 16, F16, F16), value_dtype=F32), DeltaGiven(scale=0.25),
-        split=2),
-    Run("sm_90a", case("gdn", (1, 1, 64, 256), 16, 9, BF16, F16), DeltaGiven(round_beta=True), layout="strided"),
+        split=2, warps=1),
+    Run("sm_90a", case("gdn", (1, 1, 64, 256), 16, 9, BF16, F16), DeltaGiven(round_beta=True), layout="strided",
+        warps=8),
     Run("sm_90a", case("kda", (3, 1, 64, 64), 5, 4, BF16, F32), DeltaGiven(lower_bound=-5.0)),
     Run("sm_103a", replace(case("kda", (1, 1, 128, 128), 16, 8, BF16, BF16), decay_dtype=BF16), DeltaGiven(beta=F32),
-        pdl=True, index=torch.int64),
-    Run("sm_90a", case("kda", (2, 2, 80, 64), 16, 2, F32, F32), DeltaGiven(l2norm_eps=None), layout="head_major"),
+        pdl=True, index=torch.int64, warps=2),
+    Run("sm_90a", case("kda", (2, 2, 80, 64), 16, 2, F32, F32), DeltaGiven(l2norm_eps=None), layout="head_major",
+        warps=2),
     Run("sm_103a", replace(case("kda", (1, 1, 128, 64), 33, 16, F16, F16), value_dtype=F32), DeltaGiven(scale=0.25),
-        split=2),
-    Run("sm_90a", case("kda", (1, 1, 64, 256), 16, 9, BF16, F16), DeltaGiven(gate=F32), layout="strided"),
+        split=2, warps=1),
+    Run("sm_90a", case("kda", (1, 1, 64, 256), 16, 9, BF16, F16), DeltaGiven(gate=F32), layout="strided", warps=8),
 )  # fmt: skip
 RAGGED = (
     Run("sm_90a", case("mamba2", (1, 1, 64, 64), 5, 4, BF16, F32), split=2, pdl=True, ragged=True),
     Run("sm_103a", case("gdn", (1, 1, 64, 64), 16, 9, F32, F32), index=torch.int64, ragged=True),
     Run("sm_90a", case("kda", (1, 1, 64, 64), 5, 4, BF16, F32), ragged=True),
-    *(Run("sm_90a", case(kind, (1, 1, 64, 64), 5, 1, BF16, F32), ragged=True) for kind in KERNELS),
+    *(Run("sm_90a", case(kind, (1, 1, 64, 64), 5, 1, BF16, F32), warps=1, ragged=True) for kind in KERNELS),
 )
 each_kernel = pytest.mark.parametrize("kind", KERNELS)
 
@@ -98,7 +104,7 @@ def after(run: Run, mode: Mode, seed: int) -> list[torch.Tensor]:
     """All that a step wrote, once it is known to be right."""
     bench, outputs = Bench(run.arch, mode, seed), []
     work = Interpreted.of(run.scene, bench)
-    config = StepConfig(run.split)
+    config = StepConfig(run.split, run.warps)
     found = mistakes(work, after=lambda work, out: outputs.append(out), config=config, pdl=run.pdl)
     assert found == [], (run, mode, seed)
     (launch,) = bench.launches
@@ -121,6 +127,7 @@ def test_the_grid_covers_what_it_says(kind: Recurrence) -> None:
     assert ({c.V for c in cases}, {c.K for c in cases}) == ({64, 80, 128}, {64, 128, 256})
     assert {c.window for c in cases} == {5, 16, 33}
     assert {run.split for run in runs} == {1, 2}
+    assert {run.warps for run in runs} == {1, 2, 4, 8}
     assert {run.layout for run in runs} == {"record_major", "head_major", "strided"}
     assert {run.arch for run in runs} == {"sm_90a", "sm_103a"}
 

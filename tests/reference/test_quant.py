@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from replayssm.pool import bytes_per_slot
 from replayssm.reference import formats, quant
@@ -239,6 +240,25 @@ def test_bytes_of_released_layers(case: Any) -> None:
     assert sizes["read_scale"] == values // 16
     assert sizes["read_tile_scale"] == 4 * case.HV * case.V // 16
     assert ReplaySpec(read_dtype="nvfp4").read_format == READ_FORMATS["nvfp4"]
+
+
+class ByInverse(TorchFunctionMode):
+    """Quotients by a number as torch takes them on CUDA."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.__truediv__, Tensor.div, torch.div) and not isinstance(args[1], Tensor):
+            return args[0] * (1 / args[1])
+        return func(*args, **(kwargs or {}))
+
+
+@each_format
+def test_every_device_gives_the_same_bits(dtype: ReadDtype, device: torch.device) -> None:
+    state = states()
+    expected = quant.encode(state, dtype)
+    with ByInverse():
+        got = quant.encode(state.to(device), dtype)
+        assert not torch.equal(state / 448.0, state / torch.full_like(state, 448.0))  # teeth
+    assert all(same_bytes(got[name].cpu(), part) for name, part in expected.items())
 
 
 def test_parts_are_independent_of_the_batch() -> None:

@@ -18,21 +18,24 @@ import torch
 from click.testing import CliRunner, Result
 
 import replayssm
+from cute_kernels.arch import ARCHES
+from cute_kernels.configs import StepConfig
 from replayssm import LayerSpec, ReplaySpec, plan, tuned
 from replayssm.tuned import Choice, Shape, Table, read_table
-from tests.helpers.scripted import ScriptedSteps
+from tests.helpers.scripted import ScriptedSteps, launch_of, printed, tabled
 from tuning import commands, doctor
 from tuning.__main__ import main
 from tuning.bench import Machine
 from tuning.matrix import ALL_MODELS
 from tuning.shapes import ModelShape, lookup
+from tuning.space import candidates
 from tuning.store import lock, write_json
 
 H200 = "NVIDIA H200"
 SMALL = ModelShape("small", LayerSpec("mamba2", 2, 1, 64, 64), None, "made for this test")
 SUPER = lookup("nemotron-3-super").layer
-BEST = (2, 16)
-HALVES = Choice({"split": 2, "fold_values": 32}, 9.0)
+BEST, QUARTERS = StepConfig(split=2), StepConfig(split=4, fold_values=4)
+WHOLE, HALVES, THIRDS = (StepConfig(split=split, fold_values=32, precision="tf32") for split in (1, 2, 3))
 VERSIONS = {"torch": "2", "cuda": "13", "cutlass_dsl": "4.8.1", "driver": "1"}
 
 
@@ -62,7 +65,7 @@ def config(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> ScriptedSteps:
     """A machine with a GPU, of one small layer."""
-    steps = ScriptedSteps({BEST: 50.0, (4, 4): 60.0})
+    steps = ScriptedSteps({BEST: 50.0, QUARTERS: 60.0})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(Machine, "current_cuda", lambda: steps.machine())
     monkeypatch.setattr(replayssm, "step", steps.step)
@@ -75,9 +78,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> ScriptedSteps:
     return steps
 
 
-def table(choice: Choice, layer: LayerSpec = SUPER, batch: int = 8, **facts: Any) -> dict[str, Any]:
-    made = Table(H200, "sm_90a", "measured", VERSIONS, "scripted", {Shape.of(layer, ReplaySpec(), 1): {batch: choice}})
-    return made.to_json() | facts
+def table(config: StepConfig, **facts: Any) -> dict[str, Any]:
+    entries = {Shape.of(SUPER, ReplaySpec(), 1): {8: Choice(tabled(config), 9.0)}}
+    return Table(H200, "sm_90a", "measured", VERSIONS, "scripted", entries).to_json() | facts
 
 
 # Tune.
@@ -104,7 +107,10 @@ def test_a_dry_run_as_json() -> None:
     facts = json.loads(run("tune", "--dry-run", "--batch", "256", "--arch", "sm_103a", "--json").output)
     (one,) = facts
     assert (one["layer"], one["rows"], one["arch"], one["limit_us"]) == ("nemotron-3-super", 256, "sm_103a", None)
-    assert one["candidates"][0] | {"split": 1, "fold_values": 32, "pruned": False} == one["candidates"][0]
+    first = one["candidates"][0]
+    assert first | tabled(WHOLE) | {"pruned": False, "room": 5} == first
+    alike = [c for c in one["candidates"] if (c["split"], c["warps"]) == (1, 4)]
+    assert {(c["ctas"], c["room"]) for c in alike} == {(1, 5), (5, 5)}
     everything = run("tune", "--dry-run", "--batch", "256", "--no-prune", "--json")
     assert not any(c["pruned"] for c in json.loads(everything.output)[0]["candidates"])
     assert any(c["pruned"] for c in one["candidates"])
@@ -113,17 +119,17 @@ def test_a_dry_run_as_json() -> None:
 def test_tuning_fills_the_users_table_and_plans_follow(gpu: ScriptedSteps, config: Path) -> None:
     told = run("tune", "--batch", "2,32", "--window", "4")
     assert "2 entries written to" in said(told)
-    assert "split 2, fold_values 16" in said(told)
+    assert printed(BEST) in said(told)
     made = read_table(config)
     assert (made.device, made.arch, made.basis) == (H200, "sm_90a", "measured")
     assert made.versions == {"replayssm": replayssm.__version__, **VERSIONS}
     ((shape, choices),) = made.entries.items()
     assert shape == Shape.of(SMALL.layer, ReplaySpec(window=4), 1)
-    assert {batch: choice.parameters["split"] for batch, choice in choices.items()} == {2: 2, 32: 2}
+    assert {batch: choice.parameters for batch, choice in choices.items()} == dict.fromkeys((2, 32), tabled(BEST))
     assert [path.name for path in config.parent.iterdir() if path.suffix != ".lock"] == ["tuned.json"]
     shown = json.loads(run("show", "--arch", "sm_90a", "--batch", "2,3,64", "--window", "4", "--json").output)
     assert [(fact["source"], fact["entry"]["batch"]) for fact in shown] == [("user", 2), ("user", 32), ("user", 32)]
-    assert shown[0]["config"]["split"] == 2
+    assert shown[0]["config"] | tabled(BEST) == shown[0]["config"]
     assert "tuned.json: measured at batch 32, 50.00 us" in said(run("show", "--batch", "64", "--window", "4"))
 
 
@@ -137,33 +143,37 @@ def test_tuning_again_adds_to_the_table(gpu: ScriptedSteps, config: Path) -> Non
 
 
 def test_an_interrupted_run_loses_nothing(gpu: ScriptedSteps, config: Path, monkeypatch) -> None:
-    sample, calls = gpu.sample, []
+    words, sample = ("tune", "--batch", "1,2,4,8", "--window", "4"), gpu.sample
+    run(*words, "--out", str(config.with_name("whole.json")))
+    whole = len(gpu.sampled)
+    gpu.sampled.clear()
 
     def interrupted(captured: Any) -> Any:
-        calls.append(1)
-        if len(gpu.sampled) > 500:
+        if len(gpu.sampled) > whole / 3:
             raise KeyboardInterrupt
         return sample(captured)
 
     monkeypatch.setattr(gpu, "sample", interrupted)
-    told = run("tune", "--batch", "1,2,4,8", "--window", "4", code=130)
+    told = run(*words, code=130)
     assert "the same command goes on" in said(told)
     assert not config.exists()
     done = config.with_name("tuned.json.journal").read_text().count("\n")
     assert 0 < done < 4
     monkeypatch.setattr(gpu, "sample", sample)
     gpu.sampled.clear()
-    run("tune", "--batch", "1,2,4,8", "--window", "4")
+    run(*words)
     resumed = len(gpu.sampled)
+    assert resumed == whole * (4 - done) // 4
     gpu.sampled.clear()
-    run("tune", "--batch", "1,2,4,8", "--window", "4", "--fresh")
-    assert resumed == len(gpu.sampled) * (4 - done) // 4
+    run(*words, "--fresh")
+    assert len(gpu.sampled) == whole
 
 
 def test_a_wrong_candidate_never_wins(gpu: ScriptedSteps, config: Path) -> None:
     gpu.wrong = frozenset({BEST})
-    assert "split 4, fold_values 4, 60.00 us" in said(run("tune", "--batch", "32", "--window", "4"))
-    gpu.wrong = frozenset((split, values) for split in (1, 2, 4) for values in (4, 8, 16, 32, 64))
+    assert f"{printed(QUARTERS)}, 60.00 us" in said(run("tune", "--batch", "32", "--window", "4"))
+    every = candidates(Shape.of(SMALL.layer, ReplaySpec(window=5), 1), 32, ARCHES["sm_90a"])
+    gpu.wrong = frozenset(launch_of(candidate.config) for candidate in every)
     told = run("tune", "--batch", "32", "--window", "5", code=1)
     assert "no candidate is right" in said(told)
     assert len(read_table(config).entries) == 1  # what was there before stays
@@ -185,10 +195,7 @@ def test_noise_is_told(gpu: ScriptedSteps, monkeypatch) -> None:
     [
         ("{", "expected JSON"),
         (json.dumps(table(HALVES, schema=9)), "schema 9"),
-        (
-            json.dumps(table(HALVES, device="NVIDIA H100")),
-            "got one of NVIDIA H100",
-        ),
+        (json.dumps(table(HALVES, device="NVIDIA H100")), "got one of NVIDIA H100"),
         (json.dumps(table(HALVES)), "protocol: expected a table of"),
     ],
 )
@@ -215,14 +222,15 @@ def test_a_second_tuner_and_a_folder_that_cannot_be_written(gpu: ScriptedSteps, 
 
 def test_show_says_what_and_why(config: Path) -> None:
     bare = run("show", "--arch", "sm_90a", "--batch", "8")
-    assert "heuristic split 1, fold_values 32, precision tf32 no tuned table for sm_90a" in said(bare)
+    assert f"heuristic {printed(WHOLE)}, precision tf32 no tuned table for sm_90a" in said(bare)
     plan._planned.cache_clear()
     tuned.tables.cache_clear()
     write_json(config, table(HALVES))
-    told = said(run("show", "--arch", "sm_90a", "--batch", "8", "--tp", "1,4"))
-    assert "user split 2, fold_values 32, precision tf32 tuned.json: measured at batch 8, 9.00 us" in told
-    assert "nemotron-3-super@tp4" in told
-    assert "not in" in told
+    told = said(run("show", "--arch", "sm_90a", "--batch", "8"))
+    assert f"user {printed(HALVES)}, precision tf32 tuned.json: measured at batch 8, 9.00 us" in told
+    _, shard = json.loads(run("show", "--arch", "sm_90a", "--batch", "8", "--tp", "1,4", "--json").output)
+    assert (shard["layer"], shard["source"]) == ("nemotron-3-super@tp4", "heuristic")
+    assert shard["why"] == f"not in {config}"
 
 
 def test_show_says_that_no_kernel_covers_a_layer(monkeypatch) -> None:
@@ -233,7 +241,7 @@ def test_show_says_that_no_kernel_covers_a_layer(monkeypatch) -> None:
 
 
 def test_a_named_table_that_cannot_be_used_is_an_error(config: Path, monkeypatch) -> None:
-    write_json(config, table(Choice({"split": 3, "fold_values": 32}, 9.0)))
+    write_json(config, table(THIRDS))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run("show", "--arch", "sm_90a", "--batch", "8")

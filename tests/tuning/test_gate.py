@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from replayssm.inputs import GdnInputs
+from replayssm.pool import Pool
 from replayssm.reference import replay as reference
 from replayssm.reference.recurrence import tokens
-from replayssm.spec import LayerSpec, ReplaySpec
+from replayssm.spec import LayerSpec, ReadDtype, ReplaySpec
 from tuning.gate import check_commit, check_step
 from tuning.measure import GateFailedError
 from tuning.shapes import ModelShape
@@ -59,6 +60,25 @@ def test_the_twin_passes_in_other_activations(activation: torch.dtype, kind: str
 @each_layer
 def test_the_plain_step_passes(kind: str) -> None:
     check_step(work(1, kind, replay=ReplaySpec(window=1)), reference.step)
+
+
+@each_layer
+@pytest.mark.parametrize("read", ["nvfp4", torch.float8_e4m3fn, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("live_records", "tokens"), [(8, 1), (16, 1), (8, 4)])
+def test_a_step_that_reads_a_copy_passes(live_records: int, tokens: int, read: ReadDtype, kind: str) -> None:
+    check_step(work(live_records, kind, replay=ReplaySpec(max_draft=tokens, read_dtype=read)), reference.step)
+
+
+@each_layer
+@pytest.mark.parametrize("live_records", [8, 16])
+def test_a_step_that_reads_the_checkpoint_instead_is_stopped(live_records: int, kind: str) -> None:
+    def reads_the_checkpoint(pool, cursors, inputs, *, cache_indices, out):
+        plain = replace(pool.replay, read_dtype=None)
+        unread = Pool(pool.layer, plain, pool.checkpoint, pool.value, pool.key, pool.decay)
+        reference.step(unread, cursors, inputs, cache_indices=cache_indices, out=out)
+
+    with pytest.raises(GateFailedError, match="output"):
+        check_step(work(live_records, kind, replay=ReplaySpec(read_dtype="nvfp4")), reads_the_checkpoint)
 
 
 def wrong_head(pool, cursors, inputs, *, cache_indices, out):

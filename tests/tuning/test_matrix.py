@@ -21,6 +21,7 @@ from tuning.matrix import (
     average_entry,
     entry_of,
     exit_code,
+    facts_of,
     goal_of,
     plan,
 )
@@ -223,6 +224,13 @@ def test_goals_hold_for_one_layer_on_one_device() -> None:
     assert goal_of(case("flush", tokens=4, accepted=2.0), H200) is None
     assert goal_of(case("nonflush", tokens=16, accepted=2.0, window=24), H200) == Goal(ratio=1.12)
     assert goal_of(case("nonflush", tokens=16, accepted=2.0, window=20), H200) is None
+    reads = replace(subject, replay=replace(subject.replay, read_dtype="nvfp4"))
+    assert goal_of(reads, H200) == Goal(us=52)
+    assert goal_of(replace(reads, replay=replace(reads.replay, window=32, ring_capacity=0)), H200) is None
+    average = replace(reads, replay=replace(reads.replay, window=32, ring_capacity=0), what="average")
+    assert goal_of(average, H200) == Goal(speedup=6.5)
+    assert goal_of(replace(reads, replay=replace(reads.replay, checkpoint_dtype=torch.float16)), H200) is None
+    assert facts_of(reads)["replay"]["read"] == "nvfp4" and "read" not in facts_of(subject)["replay"]
     assert "goal" not in entry_of(subject, {"median_us": 1.0}, device=None)
 
 

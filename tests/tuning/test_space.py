@@ -1,8 +1,9 @@
 """The space holds every kernel that a search may need once: all are valid, none is left out, none comes twice.
 
 Over all released layers and shards, checkpoints and numbers of tokens the space is compared with a plain enumeration
-of every split and every `fold_values` up to 64. Pruning is pinned on a layer whose heads it may not split for memory's
-sake, and at a batch where splitting could pay.
+of every split, all warps and every `fold_values` up to 64, with registers left to the compiler and held to what lets
+all CTAs in that have room otherwise; that room is counted here anew. Pruning is pinned on a layer whose heads it may
+not split for memory's sake, and at a batch where splitting could pay.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ import pytest
 import torch
 
 from cute_kernels.arch import ARCHES, Arch
-from cute_kernels.configs import StepConfig, StepKey, Tile, heuristic_config, invalid_reason
+from cute_kernels.configs import StepConfig, StepKey, Tile
+from cute_kernels.heuristic import heuristic_config, invalid_reason, smem_bytes
 from replayssm.spec import LayerSpec, ReplaySpec
 from replayssm.tuned import Shape
 from tuning.shapes import MODELS, lookup
-from tuning.space import Candidate, candidates, kernel_of, prune_outclassed
+from tuning.space import Candidate, candidates, kernel_of, prune_outclassed, room
 
 ARCH = ARCHES["sm_90a"]
+ANY_WARPS = {1, 2, 4, 8}
 LAYERS = sorted({model.layer for model in MODELS} | {lookup("kimi-k3", tp=8).layer}, key=repr)
 
 
@@ -28,10 +31,20 @@ def shapes(layer: LayerSpec) -> list[Shape]:
     return [Shape.of(layer, ReplaySpec(16, t, dtype), t) for dtype in dtypes for t in (1, 4, 16)]
 
 
+def fitting(key: StepKey) -> int:
+    """CTAs that a multiprocessor takes: one after the other, each with 1 KiB of the 228 beside its own."""
+    each, threads, ctas = smem_bytes(key) + 1024, 32 * key.config.warps, 1
+    while (ctas + 1) * each <= 228 * 1024 and (ctas + 1) * threads <= 2048 and ctas < 32:
+        ctas += 1
+    return ctas
+
+
 def enumerated(shape: Shape, arch: Arch) -> list[StepKey]:
-    whole = [shape.key({"split": split}, 1, arch) for split in range(1, 129)]
+    whole = [shape.key({"split": s, "warps": w, "ctas": 1}, 1, arch) for s in range(1, 129) for w in range(1, 17)]
     valid = [key for key in whole if invalid_reason(key, arch) is None]
-    return [replace(key, config=replace(key.config, fold_values=f)) for key in valid for f in range(1, 65)]
+    folds = [replace(key, config=replace(key.config, fold_values=f)) for key in valid for f in range(1, 65)]
+    folds = [key for key in folds if invalid_reason(key, arch) is None]
+    return folds + [replace(key, config=replace(key.config, ctas=fitting(key))) for key in folds]
 
 
 @pytest.mark.parametrize("layer", LAYERS, ids=str)
@@ -41,8 +54,9 @@ def test_every_kernel_once(layer: LayerSpec) -> None:
         kernels = [kernel_of(c.key) for c in found]
         assert len(set(kernels)) == len(kernels)
         assert all(invalid_reason(c.key, ARCH) is None for c in found)
+        assert all(c.room == fitting(c.key) and c.config.ctas in (1, c.room) for c in found)
         wanted = {kernel_of(key) for key in enumerated(shape, ARCH)}
-        powers = {kernel for kernel in wanted if kernel[2].bit_count() == 1}
+        powers = {kernel for kernel in wanted if kernel[-1].bit_count() == 1}
         assert powers <= set(kernels) <= wanted
 
 
@@ -52,37 +66,73 @@ def test_the_heuristics_choice_comes_first_and_all_are_as_exact(name: str, arch:
     for shape in shapes(lookup(name).layer):
         found = candidates(shape, 1, ARCHES[arch])
         assert found[0].config == heuristic_config(found[0].key, 1, ARCHES[arch])
+        assert found[0].config.ctas in (1, fitting(found[0].key))
         assert {c.config.precision for c in found} == {found[0].config.precision}
         assert len({c.config.split for c in found}) > 1
 
 
 def test_the_kernels_of_super() -> None:
-    """64 rows of 128 float32 are 16 rows a thread, or 8 or 4 where the head is split, 4 values each; a thread folds at
-    most 64 values at a time."""
+    """64 rows of 128 float32 are 16 rows a thread of 4 warps, and fewer where the head is split or 8 warps share it, 4
+    values each; a thread folds at most 64 values at a time. 8 warps read 32 rows at once, so that 16 are too few."""
     found = candidates(Shape.of(lookup("nemotron-3-super").layer, ReplaySpec(), 1), 256, ARCH)
-    assert [c.config for c in found[:1]] == [StepConfig(1, 32, "tf32")]
-    assert sorted((c.config.split, Tile.of(c.key).fold_block) for c in found) == [
-        (1, 1), (1, 2), (1, 4), (1, 8), (1, 16), (2, 1), (2, 2), (2, 4), (2, 8), (4, 1), (4, 2), (4, 4),
-    ]  # fmt: skip
-    assert found[0].name == "split 1, fold_values 32"
-    assert found[0].parameters == {"split": 1, "fold_values": 32}
+    assert [c.config for c in found[:1]] == [StepConfig(fold_values=32, precision="tf32")]
+    kernels = [(c.config.split, c.config.warps, Tile.of(c.key).fold_block, c.config.ctas) for c in found]
+    rooms = {(1, 4): 5, (1, 8): 5, (2, 4): 9, (2, 8): 8, (4, 4): 16}
+    blocks = {(1, 4): 5, (1, 8): 4, (2, 4): 4, (2, 8): 3, (4, 4): 3}
+    assert sorted(kernels) == sorted(
+        (*part, 1 << n, ctas) for part, most in rooms.items() for n in range(blocks[part]) for ctas in (1, most)
+    )
+    assert found[0].name == "split 1, warps 4, ctas 1, fold_values 32"
+    assert found[0].parameters == {"split": 1, "warps": 4, "ctas": 1, "fold_values": 32}
+
+
+@pytest.mark.parametrize(
+    ("name", "replay", "warps"),
+    [
+        ("nemotron-3-super", ReplaySpec(), {1: {4, 8}, 2: {4, 8}, 4: {4}}),
+        ("nemotron-3-nano-4b", ReplaySpec(), {1: {4}, 5: {4}}),
+        ("nemotron-3-super", ReplaySpec(max_draft=4), {1: ANY_WARPS, 2: ANY_WARPS, 4: ANY_WARPS}),
+        ("nemotron-3-super", ReplaySpec(read_dtype="nvfp4"), {1: ANY_WARPS, 2: ANY_WARPS, 4: ANY_WARPS}),
+        ("nemotron-3-nano-4b", ReplaySpec(max_draft=4), {1: ANY_WARPS, 5: ANY_WARPS}),
+        ("kimi-k3", ReplaySpec(), {1: {4, 8}, 2: {4, 8}, 4: {4, 8}, 8: {4}}),
+    ],
+)
+def test_all_warps_that_a_split_leaves_rows_for(name: str, replay: ReplaySpec, warps: dict[int, set[int]]) -> None:
+    found = candidates(Shape.of(lookup(name).layer, replay, replay.max_draft), 8, ARCH)
+    assert {c.config.split for c in found} == set(warps)
+    assert {split: {c.config.warps for c in found if c.config.split == split} for split in warps} == warps
 
 
 def test_a_layer_without_kernels_has_no_candidates() -> None:
     assert candidates(Shape.of(LayerSpec("mamba2", 8, 2, 48, 128), ReplaySpec(), 1), 1, ARCH) == ()
 
 
-def test_ctas_of_a_multiprocessor() -> None:
-    """One more would not fit: by the bytes of a tile that are counted here anew."""
-    for candidate in candidates(Shape.of(lookup("qwen3.5-27b").layer, ReplaySpec(), 1), 8, ARCH):
-        each = Tile.of(candidate.key).smem_bytes + 1024
-        assert candidate.ctas * each <= 228 * 1024
-        assert candidate.ctas == 16 or (candidate.ctas + 1) * each > 228 * 1024
+def test_the_room_of_a_multiprocessor_by_hand() -> None:
+    """What limits each is shared memory, threads (8 warps are 256 of 2048), and that no more than 32 CTAs are taken."""
+    rows = Shape.of(lookup("nemotron-3-super").layer, ReplaySpec(), 1)
+    whole = rows.key({}, 8, ARCH)
+    each = 64 * 128 * 4 + 16 * 128 * 2 + 16 * 64 * 4 + 64 * 4 + 128  # tile, keys, values and products of a fold
+    assert smem_bytes(whole) == each
+    assert room(whole) == 5 == 228 * 1024 // (each + 1024)
+    assert room(rows.key({"split": 2, "warps": 8}, 8, ARCH)) == 8
+    assert room(rows.key({"split": 2, "warps": 4}, 8, ARCH)) == 9
+    small = Shape.of(LayerSpec("mamba2", 4, 2, 64, 64), ReplaySpec(16, 4, torch.bfloat16), 4)
+    least = small.key({"split": 4, "warps": 1}, 8, ARCH)
+    assert smem_bytes(least) == 16 * 64 * 2 + 16 * 64 * 2 + 16 * 16 * 4 + 16 * 4 + 128
+    assert room(least) == 32 < 228 * 1024 // (smem_bytes(least) + 1024)
+
+
+def test_the_room_follows_how_a_fold_stages_its_values() -> None:
+    """Where channels decay, a fold of single rows stages floats, twice as much as one of pairs."""
+    found = candidates(Shape.of(lookup("glm-5.3-flash").layer, ReplaySpec(16, 1, torch.bfloat16), 1), 8, ARCH)
+    split = [c for c in found if (c.config.split, c.config.warps) == (2, 4)]
+    assert {(Tile.of(c.key).fold_block, c.room) for c in split} >= {(1, 7), (2, 8)}
+    assert {c.config.ctas for c in split if Tile.of(c.key).fold_block == 1} == {1, 7}
 
 
 def test_loaded_bytes_by_hand() -> None:
     shape = Shape.of(LayerSpec("gdn", 4, 2, 64, 128), ReplaySpec(window=3), 1)
-    (split,) = [c for c in candidates(shape, 8, ARCH) if c.config.split == 2 and c.config.fold_values == 32][:1]
+    split = Candidate(shape.key({"split": 2}, 8, ARCH), 1)
     assert split.loaded_bytes == 4 * 2 * (32 * 128 * 4 + 3 * (32 * 2 + 128 * 2 + 4))
 
 
@@ -93,13 +143,18 @@ def test_pruning_keeps_the_first_and_whatever_could_win() -> None:
     assert kept[0] is found[0]
     dropped = [c for c in found if c not in kept]
     assert dropped
-    for candidate in dropped:
-        better = [
-            c
-            for c in kept
-            if c.in_flight_bytes >= candidate.in_flight_bytes and c.loaded_bytes < candidate.loaded_bytes
-        ]
-        assert better
+    for one in dropped:
+        like = [c for c in kept if alike(c, one)]
+        assert [c for c in like if c.in_flight_bytes >= one.in_flight_bytes and c.loaded_bytes < one.loaded_bytes]
+    launches = {(c.config.warps, c.config.ctas > 1) for c in dropped}
+    assert launches == {(4, False), (4, True), (8, False), (8, True)}
+
+
+def alike(one: Candidate, other: Candidate) -> bool:
+    """But for the split, and how many CTAs fit for it."""
+    first, second = one.config, other.config
+    same_fold = Tile.of(one.key).fold_block == Tile.of(other.key).fold_block
+    return same_fold and first.warps == second.warps and (first.ctas == 1) == (second.ctas == 1)
 
 
 def test_pruning_has_teeth() -> None:
@@ -108,7 +163,23 @@ def test_pruning_has_teeth() -> None:
     whole = found[0]
     (half,) = [c for c in found if c.config == replace(whole.config, split=2)]
     prune = prune_outclassed(4096, 132)
-    equal = Candidate(half.key, 2 * whole.ctas)
+    equal = Candidate(half.key, 2 * whole.room)
     assert prune([equal, half, whole]) == [equal, whole]
     assert prune([half, equal, whole]) == [half, whole]
-    assert prune([whole, Candidate(half.key, 2 * whole.ctas + 1)])[1:]
+    assert prune([whole, Candidate(half.key, 2 * whole.room + 1)])[1:]
+
+
+def test_only_what_is_otherwise_alike_is_compared() -> None:
+    """A half of a head is behind the whole, unless it has other warps, another fold or another way with registers."""
+    shape = Shape.of(lookup("nemotron-3-super").layer, ReplaySpec(), 1)
+    prune = prune_outclassed(4096, 132)
+
+    def made(**parameters: int) -> Candidate:
+        return Candidate(shape.key({"fold_values": 16, **parameters}, 256, ARCH), {1: 5, 2: 9}[parameters["split"]])
+
+    whole, half = made(split=1), made(split=2)
+    assert prune([whole, half]) == [whole]
+    for other in (made(split=2, warps=8), made(split=2, fold_values=4), made(split=2, ctas=9)):
+        assert prune([whole, other]) == [whole, other]
+    held = made(split=1, ctas=5)
+    assert prune([whole, held, made(split=2, ctas=9)]) == [whole, held]

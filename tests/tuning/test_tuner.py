@@ -15,10 +15,10 @@ import pytest
 
 import replayssm
 from cute_kernels.arch import ARCHES
-from cute_kernels.configs import StepKey
+from cute_kernels.configs import StepConfig, StepKey
 from replayssm import LayerSpec, ReplaySpec
 from replayssm.tuned import Choice, Table, read_table
-from tests.helpers.scripted import ScriptedSteps
+from tests.helpers.scripted import ScriptedSteps, launch_of, printed, tabled
 from tuning import tuner
 from tuning.bench import Machine
 from tuning.roofline import NOMINAL_H200
@@ -32,7 +32,7 @@ SMALL = ModelShape("small", LayerSpec("mamba2", 2, 1, 64, 64), None, "made for t
 KDA = ModelShape("small-kda", LayerSpec("kda", 1, 1, 64, 64), None, "made for this test", lower_bound=-5.0)
 REPLAY = ReplaySpec(window=4)
 HEADER = Table("NVIDIA H200", "sm_90a", "measured", {"cutlass_dsl": "4.8.1"}, "scripted", {})
-BEST = (2, 16)
+WHOLE, BEST, QUARTERS = StepConfig(), StepConfig(split=2), StepConfig(split=4, fold_values=4)
 
 
 def fields(*batches: int, shape: ModelShape = SMALL, replay: ReplaySpec = REPLAY) -> list[Field]:
@@ -47,16 +47,16 @@ def tune(steps: ScriptedSteps, todo: list[Field], journal: Journal | None = None
 @pytest.mark.parametrize("shape", [SMALL, KDA], ids=lambda shape: shape.name)
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_the_fastest_right_candidate_is_chosen(shape: ModelShape, tokens: int) -> None:
-    steps = ScriptedSteps({BEST: 50.0, (1, 16): 40.0, (4, 4): 60.0}, wrong=frozenset({(1, 16)}))
+    steps = ScriptedSteps({BEST: 50.0, WHOLE: 40.0, QUARTERS: 60.0}, wrong=frozenset({WHOLE}))
     todo = fields(2, 32, shape=shape, replay=ReplaySpec(window=4, max_draft=tokens))
-    assert {c.name for c in todo[0].tried} >= {"split 2, fold_values 16", "split 1, fold_values 16"}
+    assert {c.name for c in todo[0].tried} >= {printed(BEST), printed(WHOLE)}
     choices = tune(steps, todo)
-    assert [choice.parameters for choice in choices.values()] == [{"split": 2, "fold_values": 16}] * 2
-    assert (1, 16) not in steps.sampled
-    assert {(1, 16), BEST} <= set(steps.launched)  # it was made and refused
+    assert [choice.parameters for choice in choices.values()] == [tabled(BEST)] * 2
+    assert WHOLE not in steps.sampled
+    assert {WHOLE, BEST} <= set(steps.launched)  # it was made and refused
     for job, choice in choices.items():
         assert choice.median_us == pytest.approx(sum(s * (100 if c.what == "flush" else 50) for c, s in job.cases))
-        assert choice.runner_up == {"split": 4, "fold_values": 4}
+        assert choice.runner_up == tabled(QUARTERS)
 
 
 def test_small_batches_weigh_the_steps_and_large_ones_mix_them() -> None:
@@ -113,7 +113,7 @@ def test_a_run_that_was_cut_off_goes_on(tmp_path: Path) -> None:
 
 def test_a_job_of_which_all_candidates_are_wrong_has_no_choice() -> None:
     todo = fields(1, 2)
-    every = frozenset((c.config.split, c.config.fold_values) for c in todo[0].tried)
+    every = frozenset(launch_of(c.config) for c in todo[0].tried)
     told: list[object] = []
     steps = ScriptedSteps(wrong=every)
     choices = Tuner(steps.machine(), Journal(None, {}), steps.step).run(todo, lambda field, said: told.append(said))
@@ -140,16 +140,16 @@ def test_kernels_are_compiled_ahead_once_each() -> None:
 
     def compile_one(key: StepKey, arch: str) -> None:
         assert arch == "sm_90a"
-        if (key.config.split, key.config.fold_values) == BEST:
+        if launch_of(key.config) == BEST:
             raise RuntimeError("ptxas: out of registers")
 
-    steps, todo = ScriptedSteps({BEST: 50.0, (4, 16): 60.0}), fields(1, 2)
+    steps, todo = ScriptedSteps({BEST: 50.0, QUARTERS: 60.0}), fields(1, 2)
     executor: Executor
     with Recording() as executor:
         choices = tune(steps, todo, executor=executor, compile_one=compile_one)
         assert executor.asked == [launched_key(todo[0].job, c) for c in todo[0].tried]
     assert BEST not in steps.launched
-    assert {tuple(choice.parameters.values()) for choice in choices.values()} != {BEST}
+    assert [choice.parameters for choice in choices.values()] == [tabled(QUARTERS)] * 2
 
 
 def test_the_key_that_is_compiled_is_the_one_that_a_step_asks_for(monkeypatch) -> None:
@@ -174,7 +174,7 @@ def test_the_key_that_is_compiled_is_the_one_that_a_step_asks_for(monkeypatch) -
 def test_one_choice_by_itself_is_timed_behind_its_gate() -> None:
     (field,) = fields(32)
     steps = ScriptedSteps({BEST: 50.0})
-    (best,) = [c for c in field.tried if c.name == "split 2, fold_values 16"]
+    (best,) = [c for c in field.tried if c.name == printed(BEST)]
     result = Tuner(steps.machine(), Journal(None, {}), steps.step).time_choice(field.job, best)
     assert result.timing.median_us == 50.0
     assert steps.sampled == [BEST] * (3 + FIRST_DROP)
@@ -183,7 +183,7 @@ def test_one_choice_by_itself_is_timed_behind_its_gate() -> None:
 
 def test_tables_are_merged_entry_by_entry(tmp_path: Path) -> None:
     first, second = (job for job in jobs_of([SMALL], [REPLAY], [1, 8]))
-    old, new = Choice({"split": 1, "fold_values": 16}, 9.0), Choice({"split": 2, "fold_values": 16}, 8.0)
+    old, new = Choice(tabled(WHOLE), 9.0), Choice(tabled(BEST), 8.0)
     base = merged(None, {first: old, second: old}, HEADER)
     table = merged(base, {second: new}, HEADER)
     assert table.entries == {first.target: {1: old, 8: new}}

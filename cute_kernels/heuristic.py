@@ -1,0 +1,88 @@
+"""Which step kernels there are, and which launch parameters one takes that nobody has measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cute_kernels.arch import Arch
+from cute_kernels.configs import (
+    ROW_BLOCK,
+    TERMS,
+    DraftShape,
+    KdaOptions,
+    Precision,
+    StepConfig,
+    StepKey,
+    Tile,
+)
+
+LARGEST_TILE_BYTES, LARGEST_CHANNEL_TILE_BYTES = 40 * 1024, 64 * 1024
+MULTIPROCESSOR_SMEM_BYTES, RESERVED_SMEM_BYTES = 228 * 1024, 1024  # of sm_90 to sm_103; the latter of each CTA
+
+
+def smem_bytes(key: StepKey) -> int:
+    """Shared memory of a CTA, and some for alignment."""
+    tile = Tile.of(key)
+    return tile.smem_bytes + (DraftShape.of(key).staging_bytes(tile) - tile.staging_bytes if key.drafts else 0)
+
+
+def invalid_reason(key: StepKey, arch: Arch) -> str | None:
+    """Why this key has no kernel on this architecture, or None: the one statement of what the SIMT step supports."""
+    if key.d_state not in (64, 128, 256):
+        return f"d_state: supported are 64, 128 and 256, got {key.d_state}"
+    if key.head_dim not in (64, 80, 128):
+        return f"head_dim: supported are 64, 80 and 128, got {key.head_dim}"
+    if not 1 <= key.num_v_heads <= 256:
+        return f"num_v_heads: supported are 1 to 256, got {key.num_v_heads}"
+    config, tile = key.config, Tile.of(key)
+    most = (1, 2, 4, 8) if key.drafts else (4, 8)
+    if config.warps not in most:
+        return f"warps: supported are {', '.join(map(str, most))}, got {config.warps}"
+    if key.head_dim % config.split or tile.rows % ROW_BLOCK:
+        return f"split: {key.head_dim} rows do not split into {config.split} parts of whole {ROW_BLOCK}s"
+    if tile.rows % tile.fold_rows or (not key.drafts and tile.rows % tile.readout_rows):
+        return f"warps: {tile.rows} rows are not a multiple of those that {config.warps} warps take at once"
+    if config.precision not in TERMS:
+        return f"precision: supported are {', '.join(TERMS)}, got {config.precision}"
+    needed = smem_bytes(key)
+    if needed > arch.smem_bytes:
+        return f"shared memory: {needed} bytes, {arch.name} has {arch.smem_bytes}; raise split"
+    return None
+
+
+def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
+    """A configuration without a measurement of the shape; None if no split makes the tile fit.
+
+    One CTA a head, unless its tile would leave room for few on a multiprocessor. Splitting heads further does not pay
+    even where most multiprocessors stay idle: 16 to 128 heads at batch 1 to 8 took as long or longer with 2 or 4 CTAs a
+    head, since each repeats the work on the window (H200, 2026-11-29, docs/performance.md). Where channels decay by
+    themselves that work is so much that larger tiles are better (GLM-5.3-Flash, batch 256: 294 -> 280 us, of 8 tokens
+    659 -> 503; this and what follows H200, 2026-11-30).
+
+    Products of several tokens take few warps, since all of them wait for the scores of all: 32 rows a warp, 64 of codes
+    (Super, batch 256, 8 tokens: 313 us with 4 warps, 285 with 2; NVFP4 113 with 2, 105 with 1). They are as precise as
+    what is made of them: 16 bits for outputs and records of 16 bits.
+
+    The compiler may use as many registers as leave room for the CTAs that shared memory has room for where that was
+    faster: a token with decays by channel (311 -> 280 us), and 8 tokens on 16-bit tiles of Mamba-2 (177 -> 166).
+
+    A float32 checkpoint leaves registers to fold 32 values at a time. With two probes shared memory limits the CTAs
+    before registers do, and a 16-bit one folds as many (GDN at batch 256: 403 -> 353 us, non-flush 135.6 and 135.5).
+    """
+    del batch  # no measured shape wants another choice at another batch
+    fold_values = 32 if key.checkpoint_dtype == "float32" or key.probes > 1 else 16
+    precision: Precision = "fp32" if "float32" in (key.activation_dtype, key.record_dtype) else "tf32"
+    channels = isinstance(key.options, KdaOptions)
+    for split in (1, 2, 4, 5, 8):
+        candidate = replace(key, config=StepConfig(split, fold_values=fold_values, precision=precision))
+        tile = Tile.of(candidate)
+        if key.drafts:
+            warps = tile.rows // (64 if tile.read_bits < 16 else 32)
+            candidate = replace(candidate, config=replace(candidate.config, warps=1 << max(0, warps.bit_length() - 1)))
+        most = LARGEST_CHANNEL_TILE_BYTES if channels else LARGEST_TILE_BYTES
+        if tile.bytes > most or invalid_reason(candidate, arch):
+            continue
+        fills = channels if not key.drafts else key.probes == 1 and tile.read_bits == 16
+        ctas = MULTIPROCESSOR_SMEM_BYTES // (smem_bytes(candidate) + RESERVED_SMEM_BYTES) if fills else 1
+        return replace(candidate.config, ctas=ctas)
+    return None
