@@ -295,7 +295,7 @@ class Tile:
 
     @property
     def smem_bytes(self) -> int:
-        return self.bytes + self.staging_bytes + 128
+        return self.bytes + self.staging_bytes + 16
 
 
 @dataclass(frozen=True)

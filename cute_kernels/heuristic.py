@@ -18,6 +18,8 @@ from cute_kernels.configs import (
 
 LARGEST_TILE_BYTES, LARGEST_CHANNEL_TILE_BYTES = 40 * 1024, 64 * 1024
 MULTIPROCESSOR_SMEM_BYTES, RESERVED_SMEM_BYTES = 228 * 1024, 1024  # of sm_90 to sm_103; the latter of each CTA
+MULTIPROCESSOR_REGISTERS, LEAST_REGISTERS = 65536, 112  # the latter of a thread: with much fewer it spills
+MOST_LARGE_CTAS = 2
 
 
 def smem_bytes(key: StepKey) -> int:
@@ -63,8 +65,9 @@ def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
     (Super, batch 256, 8 tokens: 313 us with 4 warps, 285 with 2; NVFP4 113 with 2, 105 with 1). They are as precise as
     what is made of them: 16 bits for outputs and records of 16 bits.
 
-    The compiler may use as many registers as leave room for the CTAs that shared memory has room for where that was
-    faster: a token with decays by channel (311 -> 280 us), and 8 tokens on 16-bit tiles of Mamba-2 (177 -> 166).
+    The compiler is told how many CTAs shared memory has room for where the registers that this allows made a step
+    faster: a token with decays by channel on tiles so large that they are few (311 -> 280 us), and 8 tokens on 16-bit
+    tiles of Mamba-2 (177 -> 166).
 
     A float32 checkpoint leaves registers to fold 32 values at a time. With two probes shared memory limits the CTAs
     before registers do, and a 16-bit one folds as many (GDN at batch 256: 403 -> 353 us, non-flush 135.6 and 135.5).
@@ -79,10 +82,12 @@ def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
         if key.drafts:
             warps = tile.rows // (64 if tile.read_bits < 16 else 32)
             candidate = replace(candidate, config=replace(candidate.config, warps=1 << max(0, warps.bit_length() - 1)))
+            tile = Tile.of(candidate)
         most = LARGEST_CHANNEL_TILE_BYTES if channels else LARGEST_TILE_BYTES
         if tile.bytes > most or invalid_reason(candidate, arch):
             continue
-        fills = channels if not key.drafts else key.probes == 1 and tile.read_bits == 16
-        ctas = MULTIPROCESSOR_SMEM_BYTES // (smem_bytes(candidate) + RESERVED_SMEM_BYTES) if fills else 1
-        return replace(candidate.config, ctas=ctas)
+        room = MULTIPROCESSOR_SMEM_BYTES // (smem_bytes(candidate) + RESERVED_SMEM_BYTES)
+        fills = key.probes == 1 and tile.read_bits == 16 if key.drafts else channels and room <= MOST_LARGE_CTAS
+        most_ctas = MULTIPROCESSOR_REGISTERS // (tile.threads * LEAST_REGISTERS)
+        return replace(candidate.config, ctas=min(room, most_ctas) if fills else 1)
     return None

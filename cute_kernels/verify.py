@@ -36,6 +36,7 @@ from cute_kernels.primitives.reduce import broadcast
 from cute_kernels.records import TileMemory, fold_records, leads_group
 from cute_kernels.recurrences.base import Gate
 from cute_kernels.replay.channels import own_channels
+from cute_kernels.replay.codes import PROBE_SCALE, SCALED_PROBES
 from cute_kernels.replay.cursor import RowCursor, is_padding, load_force, load_slot, load_span
 from cute_kernels.replay.draft import read_state, score_block
 from cute_kernels.replay.quant import TILE_ROWS, CopyPlaces, clear_scales, encode_rows
@@ -116,6 +117,7 @@ def stage_channels(cta: Cta, cursor: RowCursor, early: DraftLoads, records: Any)
 def stage_probes(cta: Cta, early: DraftLoads, decays: list[list[Any]], records: Any) -> None:
     """Stage this thread's channels of every probe, decayed since the start of the window; zeros where no token is."""
     shape, staged, apart = cta.shape, cta.staged, cta.shape.token_blocks * 8
+    scale = Float32(PROBE_SCALE if cta.key.read_dtype in SCALED_PROBES else 1.0)
     for own, words, channel, of_channel in zip(
         own_channels(cta.tile, cta.place.thread), records.words, early.channels, decays, strict=True
     ):
@@ -126,7 +128,7 @@ def stage_probes(cta: Cta, early: DraftLoads, decays: list[list[Any]], records: 
             pair = [Float32(0.0)] * 2
             if t < shape.tokens:
                 so_far = so_far + of_channel[t]
-                decay = exp2(so_far * Float32(LOG2_E))
+                decay = exp2(so_far * Float32(LOG2_E)) * scale
                 pair = [channel[t].query * decay, channel[t].key * decay]
             staged.store(t, *own, pair, apart, cta.terms)
 

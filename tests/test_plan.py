@@ -133,13 +133,13 @@ HEURISTIC: list[tuple[Recurrence, ReplaySpec, int, StepConfig]] = [
     ("mamba2", FLOAT32, 1, StepConfig(fold_values=32)),
     ("mamba2", BFLOAT16, 1, StepConfig()),
     ("mamba2", FLOAT32, 8, StepConfig(warps=2, fold_values=32)),
-    ("mamba2", BFLOAT16, 8, StepConfig(warps=2, ctas=8)),
+    ("mamba2", BFLOAT16, 8, StepConfig(warps=2, ctas=9)),
     ("mamba2", ReplaySpec(read_dtype="nvfp4"), 1, StepConfig(warps=1, fold_values=32)),
     ("gdn", FLOAT32, 1, StepConfig(split=2, fold_values=32)),
     ("gdn", FLOAT32, 8, StepConfig(split=2, warps=2, fold_values=32)),
     ("gdn", BFLOAT16, 8, StepConfig(warps=4, fold_values=32)),
     ("kda", FLOAT32, 1, StepConfig(ctas=2, fold_values=32)),
-    ("kda", BFLOAT16, 1, StepConfig(ctas=4, fold_values=32)),
+    ("kda", BFLOAT16, 1, StepConfig(fold_values=32)),
     ("kda", FLOAT32, 8, StepConfig(warps=4, fold_values=32)),
 ]
 

@@ -8,7 +8,8 @@ probes take too.
 | dtype | pairs of a word | a pair is the code times | then times | sums times |
 |---|---|---|---|---|
 | nvfp4 | nibbles j and j + 4 | 2**-126 | block scale * 2**64 | tile scale * 2**62 |
-| mxfp8, float8_e4m3fn | bytes j and j + 2 | 2**-120 | 2**120; mxfp8 the block scale | row scale, mxfp8 nothing |
+| mxfp8 | bytes j and j + 2 | 2**-120 | 2**120 and the block scale | |
+| float8_e4m3fn | bytes j and j + 2 | 2**-120 | | 2**80 and the row scale; probes are times 2**40 |
 | int8 | bytes j and j + 2 | 1, as (128 + low bits) - (128 or 256) | | row scale |
 
 MXFP8 rounds values below 2**-126, those of blocks whose largest is below 2**-115, to bfloat16's subnormals.
@@ -31,8 +32,10 @@ from cute_kernels.replay.quant import ATOM_BLOCKS, BLOCK, CopyPlaces, CopyShape,
 ptx = cute.arch.inline_ptx
 SCALED = ("nvfp4", "mxfp8", "float8_e4m3fn", "int8")
 SIGNS = 0x80008000
-TWO_92, TWO_120 = 0x6D806D80, 0x7B807B80  # pairs of bfloat16
-TWO_62 = 2.0**62
+TWO_40, TWO_92, TWO_120 = 0x53805380, 0x6D806D80, 0x7B807B80  # pairs of bfloat16
+# Probes that meet codes as they are, small numbers, are made larger, so that no product is lost among the subnormals.
+SCALED_PROBES, PROBE_SCALE = ("float8_e4m3fn",), 2.0**40
+SUM_SCALE = {"nvfp4": 2.0**62, "float8_e4m3fn": 2.0**80}
 
 
 def group(bits: int) -> int:
@@ -102,8 +105,8 @@ def code_pairs(dtype: str, word: Any, factor: Any) -> list[Uint32]:
             pairs.append(less(bits, signs))
             continue
         size = shifted(word, left - 4) & Uint32(0x07F007F0)
-        pair = times_constant((shifted(word, left) & Uint32(SIGNS)) | size, TWO_120)
-        pairs.append(pair if factor is None else times(pair, factor))
+        pair = (shifted(word, left) & Uint32(SIGNS)) | size
+        pairs.append(pair if factor is None else times(times_constant(pair, TWO_120), factor))
     return pairs
 
 
@@ -178,5 +181,5 @@ class CodeScales:
         """Sums of products, (row, probe), (row, next probe), (next row, probe), .., with the scales of rows."""
         if not self.rows:
             return sums
-        rows = [x * Float32(TWO_62) for x in self.rows] if self.dtype == "nvfp4" else self.rows
+        rows = [x * Float32(SUM_SCALE[self.dtype]) for x in self.rows] if self.dtype in SUM_SCALE else self.rows
         return [[x * rows[i // 2] for i, x in enumerate(block)] for block in sums]

@@ -30,7 +30,17 @@ from cute_kernels.primitives.memory import (
 )
 from cute_kernels.primitives.mma import Fragment, bf16_terms, float_fragment, fragment, multiply
 from cute_kernels.primitives.reduce import broadcast, transposed_place, transposing_sum
-from cute_kernels.replay.codes import CodeScales, code_fragment, ordered, ordered_pairs, ordered_place
+from cute_kernels.replay.codes import (
+    PROBE_SCALE,
+    SCALED_PROBES,
+    TWO_40,
+    CodeScales,
+    code_fragment,
+    ordered,
+    ordered_pairs,
+    ordered_place,
+    times_constant,
+)
 from cute_kernels.replay.window import load_row_words
 
 LANES = (16, 8, 4, 2, 1)
@@ -86,14 +96,17 @@ class Vectors:
     def chunks(self) -> int:
         return self.tile.d_state // (4 * self.tile.read_vector)
 
-    def fragment(self, block: int, chunk: int, terms: int, bits: int = 16) -> Fragment:
-        """One chunk of a block, in the order of a state of so many bits an element."""
+    def fragment(self, block: int, chunk: int, terms: int, bits: int = 16, *, scaled: bool = False) -> Fragment:
+        """One chunk of a block, in the order of a state of so many bits an element, times `PROBE_SCALE` if asked."""
         size = len(self.words[block]) // self.chunks
         words = self.words[block][chunk * size : (chunk + 1) * size]
         if not self.tile.channels:
             if self.dtype == "bfloat16":
-                return fragment(ordered_pairs(words, bits), self.dtype, terms)
-            return float_fragment(ordered(unpack(words, self.dtype), bits), terms)
+                pairs = ordered_pairs(words, bits)
+                pairs = [times_constant(x, TWO_40) for x in pairs] if scaled else pairs
+                return fragment(pairs, self.dtype, terms)
+            values = ordered(unpack(words, self.dtype), bits)
+            return float_fragment([x * Float32(PROBE_SCALE) for x in values] if scaled else values, terms)
         decays = chunk_floats(self.tile, self.decays, self.decay_rows[block], chunk, self.lane)
         values = [x * y for x, y in zip(unpack(words, self.dtype), decays, strict=True)]
         return float_fragment(ordered(values, bits), terms)
@@ -121,8 +134,8 @@ class StagedVectors:
             store_shared_half_if(inside, where, word)
             store_shared_half_if(inside, where + apart * self.tile.staged_vector_bytes, word >> 16)
 
-    def fragment(self, block: int, chunk: int, terms: int, bits: int) -> Fragment:
-        """One chunk of a block, as `Vectors.fragment`; `store` has put it in the state's order."""
+    def fragment(self, block: int, chunk: int, terms: int, bits: int, *, scaled: bool) -> Fragment:
+        """One chunk of a block, as `Vectors.fragment`; they are stored in the state's order and scaled."""
         vector = self.tile.read_vector
         where = self.base + (block * 8 + self.lane // 4) * self.tile.staged_vector_bytes + self.lane % 4 * (vector * 2)
         step = self.blocks * 8 * self.tile.staged_vector_bytes
@@ -168,7 +181,7 @@ def read_state(
     for c in range(tile.d_state // (4 * tile.read_vector)):
         rows = [[row(part, i, c) for i in (0, 1)] for part in range(len(bases))]
         for b in range(probes.blocks):
-            right = probes.fragment(b, c, terms, tile.read_bits)
+            right = probes.fragment(b, c, terms, tile.read_bits, scaled=dtype in SCALED_PROBES)
             for of_part, (upper, lower) in zip(sums, rows, strict=True):
                 of_part[b] = multiply(of_part[b], upper, lower, right, terms)
     return [scales[i].scaled(of_part) for i, of_part in enumerate(sums)] if scales else sums
