@@ -299,7 +299,9 @@ class WindowLoads:
         values: for each 16 rows of the warp, and each 16 records, the words of this lane's channels of its four.
         scales: for each 16 rows of the warp, of a read copy whose codes have any; else empty.
         zero: what scores start from, so that none is computed before all loads are under way (Super, batch 256, H200,
-            2026-11-30: T = 2 281 -> 266 us, T = 4 306 -> 274, T = 8 302 -> 285).
+            2026-11-30: T = 2 281 -> 266 us, T = 4 306 -> 274, T = 8 302 -> 285). Where channels decay by themselves
+            much is computed before any score, and a barrier costs more than it brings (GLM-5.3-Flash, T = 8: 513 and
+            522 us).
     """
 
     decays: LaneRecords | ChannelRecords
@@ -318,7 +320,7 @@ class WindowLoads:
             decays = LaneRecords.load(cta.tensors.pool, cta.key, place, cursor)
         keys = _load_keys(cta, cursor)
         values, scales = _load_values(cta, cursor)
-        return cls(decays, keys, values, scales, barrier_of_zero())
+        return cls(decays, keys, values, scales, Float32(0.0) if cta.tile.channels else barrier_of_zero())
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
     even where most multiprocessors stay idle: 16 to 128 heads at batch 1 to 8 took as long or longer with 2 or 4 CTAs a
     head, since each repeats the work on the window (H200, 2026-11-29, docs/performance.md). Where channels decay by
     themselves that work is so much that larger tiles are better (GLM-5.3-Flash, batch 256: 294 -> 280 us, of 8 tokens
-    659 -> 503; this and what follows H200, 2026-11-30).
+    659 -> 503; this and what follows H200, 2026-11-30), except for a token with decays in bfloat16 (281 -> 294).
 
     Products of several tokens take few warps, since all of them wait for the scores of all: 32 rows a warp, 64 of codes
     (Super, batch 256, 8 tokens: 313 us with 4 warps, 285 with 2; NVFP4 113 with 2, 105 with 1). They are as precise as
@@ -83,7 +83,8 @@ def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
             warps = tile.rows // (64 if tile.read_bits < 16 else 32)
             candidate = replace(candidate, config=replace(candidate.config, warps=1 << max(0, warps.bit_length() - 1)))
             tile = Tile.of(candidate)
-        most = LARGEST_CHANNEL_TILE_BYTES if channels else LARGEST_TILE_BYTES
+        whole = channels and (key.drafts or key.decay_dtype == "float32")
+        most = LARGEST_CHANNEL_TILE_BYTES if whole else LARGEST_TILE_BYTES
         if tile.bytes > most or invalid_reason(candidate, arch):
             continue
         room = MULTIPROCESSOR_SMEM_BYTES // (smem_bytes(candidate) + RESERVED_SMEM_BYTES)

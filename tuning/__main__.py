@@ -30,7 +30,7 @@ from tuning.measure import DEFAULT_ROUNDS, PROTOCOL
 from tuning.options import DTYPE, DTYPES, READ, READS, WINDOW, checked, console, own_arch, shapes_of
 from tuning.precision import CHUNK, LAYERS, MAX_TOKENS, REGIMES, SCHEMES, precision_tables, study
 from tuning.precision import __doc__ as PRECISION_PROTOCOL
-from tuning.report import markdown_table, memory_table, plan_table, results_table
+from tuning.report import markdown_table, memory_table, plan_table, refreshed, results_table
 from tuning.roofline import NOMINAL_H200
 from tuning.shapes import ModelShape, lookup, names
 from tuning.store import Record
@@ -188,6 +188,13 @@ def report(record: Path) -> None:
     """Print a record of `bench` or `precision` as Markdown tables."""
     entries = json.loads(record.read_text())["entries"]
     click.echo(precision_tables(entries) if "scheme" in entries[0] else markdown_table(entries))
+
+
+@main.command()
+@click.argument("document", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+def refresh(document: Path) -> None:
+    """Make the tables of a document anew from the records that it names."""
+    document.write_text(checked(lambda: refreshed(document)), encoding="utf-8")
 
 
 @main.command()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from rich.table import Column, Table
@@ -144,9 +147,7 @@ def _steps(entries: Iterable[Mapping[str, Any]]) -> dict[tuple[Any, ...], Found]
     for entry in entries:
         if "layer" in entry and entry["status"] == "measured":
             layer, replay = entry["layer"], entry["replay"]
-            heads = f"{layer['num_v_heads']}/{layer['num_k_heads']}"
-            name = f"{layer['name'].split('@')[0]}, {heads} x {layer['head_dim']} x {layer['d_state']}"
-            head = (name, _state(replay), entry["rows"], entry["num_tokens"])
+            head = (_layer(layer), _state(replay), entry["rows"], entry["num_tokens"])
             if entry["what"] == "plain":  # whose window is its own, and which reads no copy
                 plain[head] = entry
             else:
@@ -156,6 +157,11 @@ def _steps(entries: Iterable[Mapping[str, Any]]) -> dict[tuple[Any, ...], Found]
         for head, found in rows.items()
         if {"nonflush", "flush", "average"} <= found.keys() and _without_copy(head) in plain
     }
+
+
+def _layer(layer: Mapping[str, Any]) -> str:
+    heads = f"{layer['num_v_heads']}/{layer['num_k_heads']}"
+    return f"{layer['name'].split('@')[0]}, {heads} x {layer['head_dim']} x {layer['d_state']}"
 
 
 def _without_copy(head: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -187,6 +193,37 @@ def _best_windows(rows: Mapping[tuple[Any, ...], Found]) -> list[str]:
             best = min(averages, key=lambda window: averages[window])
             lines.append(_line(*head, ", ".join(map(str, averages)), best, f"{averages[best]:.1f}"))
     return lines if len(lines) > 3 else []
+
+
+def goals_table(entries: Iterable[Mapping[str, Any]]) -> str:
+    """The entries of a record that have a goal, as Markdown, times in microseconds."""
+    lines = [LAYER_COLUMNS + "| T | window | what | goal | measured | x limit | |", "|---" * 10 + "|"]
+    for entry in entries:
+        if "goal" in entry:
+            head = (_layer(entry["layer"]), _state(entry["replay"]), entry["rows"], entry["num_tokens"])
+            outcome, goal = _goal(entry).rsplit(": ", 1)
+            ratio = f"{entry['ratio']:.3f}" if "ratio" in entry else ""
+            cells = (goal, f"{entry['median_us']:.1f}", ratio, outcome.replace("MISSED", "missed"))
+            lines.append(_line(*head, entry["replay"]["window"], entry["what"], *cells))
+    return "\n".join(lines)
+
+
+TABLES: dict[str, Callable[[Iterable[Mapping[str, Any]]], str]] = {"steps": markdown_table, "goals": goals_table}
+MADE = re.compile(r"<!-- (\w+) (\S+) -->\n.*?<!-- end -->", re.DOTALL)
+
+
+def refreshed(document: Path) -> str:
+    """The text of a document with its tables made anew from the records that it names.
+
+    A table stands between `<!-- steps RECORD -->`, or another name in `TABLES`, and `<!-- end -->`; the path is
+    relative to the document.
+    """
+
+    def table(found: re.Match[str]) -> str:
+        entries = json.loads((document.parent / found[2]).read_text())["entries"]
+        return f"<!-- {found[1]} {found[2]} -->\n{TABLES[found[1]](entries)}\n<!-- end -->"
+
+    return MADE.sub(table, document.read_text(encoding="utf-8"))
 
 
 def memory_table(shapes: Sequence[ModelShape], replay: ReplaySpec) -> str:

@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 from tuning.__main__ import main
-from tuning.report import markdown_table
+from tuning.report import markdown_table, refreshed
 from tuning.shapes import lookup
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,3 +86,19 @@ def test_the_best_window_is_named() -> None:
 def test_documents_quote_the_memory() -> None:
     printed = CliRunner().invoke(main, ["memory"]).output.strip()
     assert printed in (ROOT / "docs" / "performance.md").read_text()
+
+
+def test_tables_are_made_from_the_records_that_a_document_names(tmp_path: Path) -> None:
+    document = ROOT / "docs" / "performance.md"
+    assert refreshed(document) == document.read_text()
+    (tmp_path / "r.json").write_text(json.dumps({"entries": json.loads(RECORDS[0].read_text())["entries"]}))
+    stale = tmp_path / "d.md"
+    stale.write_text("before\n<!-- goals r.json -->\nby hand\n<!-- end -->\nafter\n")
+    assert CliRunner().invoke(main, ["refresh", str(stale)]).exit_code == 0
+    assert "by hand" not in stale.read_text() and stale.read_text().count("met |") >= 3
+    assert stale.read_text().startswith("before\n<!-- goals r.json -->\n| layer") and stale.read_text().endswith(
+        "\nafter\n"
+    )
+    stale.write_text("<!-- steps lost.json -->\n<!-- end -->")
+    lost = CliRunner().invoke(main, ["refresh", str(stale)])
+    assert lost.exit_code == 2 and "lost.json" in lost.output
