@@ -21,7 +21,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
 from cute_kernels.args import StepTensors
 from cute_kernels.configs import SIZE_BYTES, DraftShape, Tile
@@ -55,8 +55,8 @@ def score_records(cta: Cta, cursor: RowCursor, early: DraftLoads, loads: WindowL
         chosen = [[factors[b] for b in pair] for pair in pairs]
 
         def store_window(step: int = step, chosen: list[Any] = chosen) -> None:
-            # Few warps score the window, so registers are better spent otherwise than on holding the probes for it.
-            probes = cta.probes(load_probes(cta) if shape.channels else early.probes)
+            # Few warps score the window: where channels decay, so many registers are better spent otherwise.
+            probes = cta.probes(load_probes(cta) if shape.channels and shape.token_blocks > 1 else early.probes)
             for pair, factor in zip(pairs, chosen, strict=True):
                 raw = score_block(probes, pair, keys, step, cta.terms, loads.zero)
                 scores.store_window(pair, raw, step, factor, draft.decays, cta.place.warp)
@@ -73,7 +73,9 @@ def score_records(cta: Cta, cursor: RowCursor, early: DraftLoads, loads: WindowL
                 scores.store_tokens(block, pair, raw, factor, weights, draft.gate.skip)
             append_key(cta, cursor, block * 8 + cta.place.lane // 4, words, key_factor)
 
-        when(block < 0, store_window)
+        group = (block + shape.window_columns // 8) // 2  # a window of one group is always scored
+        live = (group * 16 < cursor.count) | (group == 0) if shape.window_columns > 16 else Boolean(True)
+        when((block < 0) & live, store_window)
         when((block >= 0) & (block < shape.token_blocks), store_tokens)
 
 
@@ -174,21 +176,15 @@ def read_rows(cta: Cta, cursor: RowCursor, early: DraftLoads, loads: WindowLoads
     """This warp's rows of all outputs, and of the tokens' values."""
     shape, scores, terms = cta.shape, cta.scores, cta.terms
     factors = draft.column_factors()
-    window = [
-        [scores.load(b, column, terms) for column in range(0, shape.window_columns, 16)]
-        for b in range(shape.probe_blocks)
-    ]
     rows = [select(part.inside != 0, part.first - cta.place.lane // 4 * 2, Int32(0)) for part in cta.channels]
     probes = cta.staged if shape.channels else cta.probes(early.probes)
     dtype = cta.key.read_dtype or cta.key.checkpoint_dtype
     products = read_state(dtype, cta.memory.state, rows, probes, terms, loads.scales)
-    for i, (part, readouts) in enumerate(zip(cta.channels, products, strict=True)):
+    for readouts in products:
         for b, of_block in enumerate(readouts):
             readouts[b] = [x * factors[b][j % 2] for j, x in enumerate(of_block)]
-        for g, words in enumerate(loads.values[i]):
-            upper, lower = value_fragments(words, cta.key.record_dtype, terms)
-            for b in range(shape.probe_blocks):
-                readouts[b] = multiply(readouts[b], upper, lower, window[b][g], terms)
+    products = add_window(cta, cursor, loads, products)
+    for i, (part, readouts) in enumerate(zip(cta.channels, products, strict=True)):
         epilogues = [[cta.policy.epilogue(x) for x in block] for block in early.epilogues[i]]
         if cta.policy.value_needs_state:
             blocks = shape.token_blocks
@@ -201,6 +197,40 @@ def read_rows(cta: Cta, cursor: RowCursor, early: DraftLoads, loads: WindowLoads
         else:
             outputs = add_tokens(cta, cursor, part, early.values[i], readouts)
         write_outputs(cta, part, outputs, epilogues)
+
+
+def add_window(cta: Cta, cursor: RowCursor, loads: WindowLoads, products: list[Any]) -> list[Any]:
+    """The products, [16 rows][probe block][4], with the window's part; records behind the last 16 live ones are left
+    out (which scores of them are not made)."""
+
+    def added(group: int, products: list[Any]) -> list[Any]:
+        window = [cta.scores.load(b, 16 * group, cta.terms) for b in range(cta.shape.probe_blocks)]
+        sums = []
+        for values, readouts in zip(loads.values, products, strict=True):
+            upper, lower = value_fragments(values[group], cta.key.record_dtype, cta.terms)
+            sums.append(
+                [multiply(x, upper, lower, scores, cta.terms) for x, scores in zip(readouts, window, strict=True)]
+            )
+        return sums
+
+    products = added(0, products)
+    if cta.shape.window_columns == 16:
+        return products
+    places = [(i, b, j) for i, x in enumerate(products) for b in range(len(x)) for j in range(4)]
+    held = cute.make_rmem_tensor((len(places),), Float32)
+
+    def hold(products: list[Any]) -> None:
+        for n, (i, b, j) in enumerate(places):
+            held[n] = products[i][b][j]
+
+    def taken() -> list[Any]:
+        sums = iter([held[n] for n in range(len(places))])
+        return [[[next(sums) for _ in range(4)] for _ in readouts] for readouts in products]
+
+    hold(products)
+    for group in range(1, cta.shape.window_columns // 16):
+        when(cursor.count > 16 * group, lambda group=group: hold(added(group, taken())))
+    return taken()
 
 
 def add_tokens(

@@ -130,8 +130,8 @@ def scaled_key(
     tile: Tile, key: list[list[Any]], dtype: str, base: Any, record: Any, place: Place
 ) -> list[list[Uint32]]:
     """This thread's vectors of a record's key, each channel times its decay, as words of floats."""
-    if tile.records_per_pass > tile.padded_window:  # the decays of no record
-        record = select(record < tile.padded_window, record, Int32(0))
+    if tile.records_per_pass > tile.padded_window:  # no record of the window: a row that no key will be staged in
+        record = select(record < tile.padded_window, record, Int32(tile.padded_window))
     factors = key_factors(tile, base, record, place.lane % LANES_PER_RECORD)
     vectors = [unpack(words, dtype) for words in key]
     return [[x.bitcast(Uint32) for x in vector] for vector in _times(vectors, factors)]
