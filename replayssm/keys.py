@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from cute_kernels.configs import (
     GdnOptions,
     KdaOptions,
@@ -22,6 +24,21 @@ ANY_OPTIONS: dict[Recurrence, Options] = {"mamba2": Mamba2Options(), "gdn": GdnO
 def dtype_name(dtype: ReadDtype) -> str:
     """The name of a dtype as the kernels know it, e.g. "bfloat16" or "nvfp4"."""
     return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> ReadDtype:
+    """The dtype of a name that `dtype_name` gave.
+
+    Raises:
+        ValueError: no dtype has that name.
+    """
+    packed: dict[str, ReadDtype] = {"nvfp4": "nvfp4", "mxfp8": "mxfp8"}
+    if name in packed:
+        return packed[name]
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"dtype: expected the name of one, got {name!r}")
+    return dtype
 
 
 def step_key(

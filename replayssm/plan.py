@@ -76,8 +76,8 @@ def _planned(
     source: tuned.Source = "explicit"
     if config is None:
         chosen, source = heuristic_config(key, batch, ARCHES[arch]) or StepConfig(), "heuristic"
-        # One token of rows that may have none runs the kernel of several, and a table knows no read copies.
-        known = replay.read_dtype is None and not (key.drafts and num_tokens == 1)
+        # One token of rows that may have none runs the kernel of several, which a table has for several only.
+        known = num_tokens != 1 or not rows.has_cu_seqlens
         found = tuned.find(layer, replay, num_tokens=num_tokens, batch=batch, arch=arch) if known else None
         if found:
             chosen, source = replace(chosen, **found.choice.parameters), found.source

@@ -32,10 +32,10 @@ import torch
 from cute_kernels.arch import ARCHES, Arch, arch_of_capability
 from cute_kernels.configs import StepConfig, StepKey
 from cute_kernels.heuristic import heuristic_config, invalid_reason
-from replayssm.keys import ANY_OPTIONS, dtype_name, step_key
+from replayssm.keys import ANY_OPTIONS, dtype_name, dtype_of, step_key
 from replayssm.spec import LayerSpec, ReplaySpec
 
-SCHEMA = 1
+SCHEMA = 2
 ENVIRONMENT = "REPLAYSSM_TUNED"
 SHIPPED = Path(__file__).parent / "data" / "tuned"
 TUNED_FIELDS = tuple(field.name for field in fields(StepConfig) if field.name != "precision")
@@ -43,7 +43,7 @@ LARGEST_BUCKET = 1 << 16
 Basis = Literal["measured", "predicted"]
 Source = Literal["explicit", "user", "shipped", "heuristic"]
 Parameters = Mapping[str, Any]  # ints, by the names of `TUNED_FIELDS`
-_DTYPES = ("checkpoint_dtype", "activation_dtype", "value_dtype", "decay_dtype")
+_DTYPES = ("checkpoint_dtype", "activation_dtype", "value_dtype", "decay_dtype", "read_dtype")
 
 
 class TunedTableError(ValueError):
@@ -74,7 +74,8 @@ class Shape:
         return replace(key, config=replace(heuristic_config(key, batch, arch) or StepConfig(), **parameters))
 
     def to_json(self) -> dict[str, Any]:
-        replay = {name: dtype_name(getattr(self.replay, name)) for name in _DTYPES}
+        dtypes = {name: getattr(self.replay, name) for name in _DTYPES}
+        replay = {name: None if dtype is None else dtype_name(dtype) for name, dtype in dtypes.items()}
         facts = {"window": self.replay.window, "num_tokens": self.replay.max_draft, **replay}
         return {"layer": asdict(self.layer), "replay": facts}
 
@@ -86,7 +87,7 @@ class Shape:
             raise ValueError(
                 f"replay: expected window, num_tokens, {', '.join(_DTYPES)}, got {sorted(entry['replay'])}"
             )
-        dtypes = {name: getattr(torch, str(replay[name])) for name in _DTYPES}
+        dtypes: dict[str, Any] = {n: None if name is None else dtype_of(str(name)) for n, name in replay.items()}
         return cls.of(LayerSpec(**entry["layer"]), ReplaySpec(window, num_tokens, **dtypes), num_tokens)
 
 

@@ -20,6 +20,7 @@ import torch
 
 from cute_kernels.configs import KdaOptions, Mamba2Options, RowOptions, StepConfig
 from replayssm import LayerSpec, Plan, ReplaySpec, plan, plan_step, tuned
+from replayssm.spec import ReadDtype
 from replayssm.tuned import Choice, Shape, Table, TunedTableError, bucket, read_table
 from tests.helpers.scripted import tabled
 
@@ -163,6 +164,7 @@ def test_batches_share_plans_by_powers_of_two(home: Home) -> None:
         {"replay": ReplaySpec(checkpoint_dtype=torch.bfloat16)},
         {"replay": ReplaySpec(activation_dtype=torch.float16)},
         {"replay": ReplaySpec(value_dtype=torch.float32)},
+        {"replay": ReplaySpec(read_dtype="nvfp4")},
         {"num_tokens": 0},
         {"replay": ReplaySpec(max_draft=2), "num_tokens": 2},
         {"rows": RowOptions(has_cu_seqlens=True)},
@@ -172,6 +174,15 @@ def test_another_step_is_not_served(home: Home, other: dict[str, Any]) -> None:
     home("shipped", table())
     assert planned().source == "shipped"
     assert planned(**other).source == "heuristic"
+
+
+@pytest.mark.parametrize("read", ["nvfp4", torch.float8_e4m3fn], ids=str)
+def test_a_step_that_reads_a_copy_has_entries_of_its_own(home: Home, read: ReadDtype) -> None:
+    reads = ReplaySpec(read_dtype=read)
+    home("shipped", table(entries={Shape.of(LAYER, reads, 1): {8: choice(4)}}))
+    assert planned(replay=reads).source == "shipped" and planned(replay=reads).key.config.split == 4
+    assert planned().source == "heuristic"
+    assert planned(replay=ReplaySpec(read_dtype="mxfp8")).source == "heuristic"
 
 
 def test_what_no_launch_parameter_depends_on_is_no_part_of_a_shape(home: Home) -> None:
@@ -201,7 +212,7 @@ WHOLE = json.dumps(table().to_json())
 DAMAGED: list[tuple[str, str | dict[str, Any], str]] = [
     ("half-written", WHOLE[: len(WHOLE) // 2], "expected JSON, got .*; remove it, or tune again"),
     ("no object", "[1]", "schema None"),
-    ("schema", _damage(lambda d: d.update(schema=2)), "expected a table of schema 1, got schema 2"),
+    ("schema", _damage(lambda d: d.update(schema=1)), "expected a table of schema 2, got schema 1"),
     ("no device", _damage(lambda d: d.pop("device")), "no 'device'"),
     ("arch", _damage(lambda d: d.update(arch="sm_80")), "header: no 'sm_80'"),
     ("basis", _damage(lambda d: d.update(basis="guessed")), "one of .'measured', 'predicted'.*'guessed'"),

@@ -24,7 +24,8 @@ from replayssm.launch import options_of
 from replayssm.plan import OPTIONS
 from replayssm.spec import MAX_DRAFT, Recurrence, ReplaySpec
 from tuning import commands
-from tuning.matrix import ALL_MODELS, BATCHES, DEFAULT_MODEL, Options, exit_code
+from tuning.goals import DEFAULT_MODEL
+from tuning.matrix import ALL_MODELS, BATCHES, Options, exit_code
 from tuning.matrix import plan as plan_matrix
 from tuning.measure import DEFAULT_ROUNDS, PROTOCOL
 from tuning.options import DTYPE, DTYPES, READ, READS, WINDOW, checked, console, own_arch, shapes_of

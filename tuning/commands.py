@@ -20,8 +20,9 @@ from replayssm.spec import MAX_DRAFT, ReplaySpec
 from tuning import tune_report as report
 from tuning.acceptance import acceptance, observed
 from tuning.doctor import diagnosis
-from tuning.matrix import ALL_MODELS, DEFAULT_MODEL
-from tuning.options import DTYPE, DTYPES, WINDOW, ListOf, checked, console, own_arch, shapes_of
+from tuning.goals import DEFAULT_MODEL
+from tuning.matrix import ALL_MODELS
+from tuning.options import DTYPE, DTYPES, READ, READS, WINDOW, ListOf, checked, console, own_arch, shapes_of
 from tuning.roofline import NOMINAL_H200, Rates
 from tuning.search import DEFAULT_ROUNDS, NoCandidateError
 from tuning.shapes import ModelShape, lookup
@@ -42,6 +43,7 @@ def _for_layers(command: Any) -> Any:
         click.option("--activation", default="bf16", type=DTYPE),
         click.option("--tokens", default=(1,), type=ListOf(_TOKENS), help="Tokens a row in a step, T."),
         click.option("--window", "windows", default=(16,), type=ListOf(WINDOW)),
+        click.option("--read", "reads", default=("none",), type=ListOf(READ), help="Copy that steps read."),
         click.option("--checkpoint", "checkpoints", default=("fp32",), type=ListOf(DTYPE)),
         click.option("--batch", "batches", default=BATCHES, type=ListOf(_COUNT), help="Rows of a step."),
         click.option("--tp", "tps", default=(1,), type=ListOf(_COUNT), help="Devices that share the heads."),
@@ -59,8 +61,9 @@ def _layers(given: Mapping[str, Any]) -> tuple[tuple[ModelShape, ...], tuple[Rep
         shapes = shapes_of(given["models"], given["tps"])
     activation = DTYPES[given["activation"]]
     replays = [
-        checked(lambda: ReplaySpec(window, tokens, DTYPES[state], activation))  # noqa: B023
+        checked(lambda: ReplaySpec(window, tokens, DTYPES[state], activation, read_dtype=READS[read]))  # noqa: B023
         for state in given["checkpoints"]
+        for read in given["reads"]
         for window in given["windows"]
         for tokens in given["tokens"]
     ]
@@ -237,7 +240,7 @@ def window(records: tuple[Path, ...], habit: Habit, as_json: bool, **given: Any)
     for (name, state, rows, tokens), costs in groups.items():
         kept = _accepted(tokens, given)
         trades = [trade(cost, kept, habit) for cost in sorted(costs, key=lambda cost: cost.replay.window)]
-        fact: dict[str, Any] = {"layer": name, "checkpoint": state, "rows": rows, "tokens": tokens, "trades": trades}
+        fact: dict[str, Any] = {"layer": name, "state": state, "rows": rows, "tokens": tokens, "trades": trades}
         try:
             best = choose(trades, **limits)
             fact["best"] = best.window
@@ -245,7 +248,7 @@ def window(records: tuple[Path, ...], habit: Habit, as_json: bool, **given: Any)
         except ValueError as error:
             fact["best"], fact["reason"], failed = None, str(error), True
         facts.append(fact)
-    told = [f"{one['layer']} {one['checkpoint']} x{one['rows']}: {one['advice']}" for one in facts if "advice" in one]
+    told = [f"{one['layer']} {one['state']} x{one['rows']}: {one['advice']}" for one in facts if "advice" in one]
     _print(report.window_facts(facts), [report.window_table(facts), *told], as_json)
     sys.exit(int(failed))
 

@@ -13,11 +13,9 @@ from rich.table import Column, Table
 
 from replayssm.pool import bytes_per_slot
 from replayssm.spec import MAX_DRAFT, ReplaySpec
-from tuning.matrix import Group, Subject, facts_of
+from tuning.matrix import Group, Subject, replay_of, state_name
 from tuning.roofline import Rates
 from tuning.shapes import ModelShape
-
-_SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8"}
 
 
 def plan_table(groups: Sequence[Group], rates: Rates) -> Table:
@@ -29,7 +27,7 @@ def plan_table(groups: Sequence[Group], rates: Rates) -> Table:
             for case in cases:
                 table.add_row(
                     case.shape.name,
-                    _state(facts_of(case)["replay"]),
+                    state_name(case.replay),
                     str(case.rows),
                     str(case.num_tokens),
                     str(case.replay.window),
@@ -41,20 +39,13 @@ def plan_table(groups: Sequence[Group], rates: Rates) -> Table:
     return table
 
 
-def _state(replay: Mapping[str, Any]) -> str:
-    """Dtypes of the state, of its copy and, of decays by channel, of these, from an entry's facts."""
-    names = [_SHORT[replay["checkpoint"]]]
-    names += [_SHORT.get(replay[part], replay[part]) for part in ("read",) if part in replay]
-    return "+".join(names) + (f", {_SHORT[replay['decay']]} decays" if "decay" in replay else "")
-
-
 def _right(header: str) -> Column:
     return Column(header, justify="right")
 
 
 def batch_line(subject: Subject, entries: Mapping[str, Mapping[str, Any]], refused: Mapping[str, str]) -> str:
     """One line of progress: medians of a batch by what was timed."""
-    state = _state(facts_of(subject)["replay"])
+    state = state_name(subject.replay)
     parts = [f"{what} {entry['median_us']:.2f}" for what, entry in entries.items()]
     parts += [f"{what}: {reason}" for what, reason in refused.items()]
     tokens = f" T={subject.num_tokens} L={subject.replay.window}" if subject.num_tokens > 1 else ""
@@ -80,7 +71,7 @@ def results_table(entries: Iterable[Mapping[str, Any]]) -> Table:
     for entry in entries:
         if "layer" not in entry:
             continue  # the probes, which have their own line
-        state, window = _state(entry["replay"]), entry["replay"]["window"]
+        state, window = state_name(replay_of(entry)), entry["replay"]["window"]
         numbers = (str(number) for number in (entry["rows"], entry["num_tokens"], window))
         head = (entry["layer"]["name"], state, *numbers, entry["what"])
         if entry["status"] == "measured":
@@ -147,7 +138,7 @@ def _steps(entries: Iterable[Mapping[str, Any]]) -> dict[tuple[Any, ...], Found]
     for entry in entries:
         if "layer" in entry and entry["status"] == "measured":
             layer, replay = entry["layer"], entry["replay"]
-            head = (_layer(layer), _state(replay), entry["rows"], entry["num_tokens"])
+            head = (_layer(layer), state_name(replay_of(entry)), entry["rows"], entry["num_tokens"])
             if entry["what"] == "plain":  # whose window is its own, and which reads no copy
                 plain[head] = entry
             else:
@@ -200,7 +191,7 @@ def goals_table(entries: Iterable[Mapping[str, Any]]) -> str:
     lines = [LAYER_COLUMNS + "| T | window | what | goal | measured | x limit | |", "|---" * 10 + "|"]
     for entry in entries:
         if "goal" in entry:
-            head = (_layer(entry["layer"]), _state(entry["replay"]), entry["rows"], entry["num_tokens"])
+            head = (_layer(entry["layer"]), state_name(replay_of(entry)), entry["rows"], entry["num_tokens"])
             outcome, goal = _goal(entry).rsplit(": ", 1)
             ratio = f"{entry['ratio']:.3f}" if "ratio" in entry else ""
             cells = (goal, f"{entry['median_us']:.1f}", ratio, outcome.replace("MISSED", "missed"))

@@ -14,12 +14,13 @@ from rich.progress import Progress as Bar
 from rich.table import Column, Table
 
 from replayssm import tuned
-from replayssm.keys import dtype_name
 from replayssm.launch import options_of
 from replayssm.plan import plan_step
 from replayssm.pool import default_ring_layout
+from replayssm.tuned import Shape
 from tuning import workload
 from tuning.doctor import Finding
+from tuning.matrix import state_name
 from tuning.roofline import Rates
 from tuning.search import is_noisy
 from tuning.tuner import Field, Job
@@ -36,7 +37,7 @@ def _table(title: str, *headers: str, right: Sequence[str] = ()) -> Table:
 def _head(job: Job) -> Facts:
     return {
         "layer": job.shape.name,
-        "checkpoint": dtype_name(job.replay.checkpoint_dtype),
+        "state": state_name(job.replay),
         "window": job.replay.window,
         "tokens": job.replay.max_draft,
         "rows": job.rows,
@@ -48,7 +49,7 @@ _NUMBERS = ("L", "T", "rows", "us", "MB", "limit us", "tried", "outclassed", "KB
 
 
 def _cells(fact: Facts) -> list[str]:
-    return [str(fact[name]) for name in ("layer", "checkpoint", "window", "tokens", "rows")]
+    return [str(fact[name]) for name in ("layer", "state", "window", "tokens", "rows")]
 
 
 def _parameters(parameters: Mapping[str, Any] | None) -> str:
@@ -202,7 +203,7 @@ def drift_table(facts: Sequence[Facts]) -> Table:
         layer, replay = fact["layer"], fact["replay"]
         name = f"{layer['recurrence']} {layer['num_v_heads']}/{layer['num_k_heads']}"
         name += f" x {layer['head_dim']} x {layer['d_state']}"
-        head = name, replay["checkpoint_dtype"], replay["window"], replay["num_tokens"], fact["rows"]
+        head = name, state_name(Shape.from_json(fact).replay), replay["window"], replay["num_tokens"], fact["rows"]
         now = (f"{fact['now_us']:.2f}", f"{fact['drift']:+.1%}") if "now_us" in fact else ("", "")
         cells = (*map(str, head), _parameters(fact["parameters"]), f"{fact['table_us']:.2f}", *now, fact["status"])
         table.add_row(*cells, style=None if fact["status"] == "in order" else "red")
@@ -220,7 +221,7 @@ def window_table(facts: Sequence[Facts]) -> Table:
     table = _table("windows, one layer", "layer", "state", *numbers, "", right=numbers)
     for fact in facts:
         for one in fact["trades"]:
-            head = fact["layer"], fact["checkpoint"], fact["rows"], fact["tokens"], one.window
+            head = fact["layer"], fact["state"], fact["rows"], fact["tokens"], one.window
             times = (f"{value:.1f}" for value in (one.us_per_token, one.mean_us, one.slowest_us))
             best = one.window == fact["best"]
             note = "best" if best else fact.get("reason", "") if one is fact["trades"][-1] else ""

@@ -18,7 +18,7 @@ from typing import Any
 
 from cute_kernels.arch import ARCHES
 from cute_kernels.configs import RowOptions, StepKey
-from replayssm.keys import dtype_name, step_key
+from replayssm.keys import step_key
 from replayssm.launch import options_of
 from replayssm.pool import default_ring_layout
 from replayssm.spec import ReplaySpec
@@ -26,7 +26,7 @@ from replayssm.tuned import Choice, Shape, Table, bucket
 from tuning import gate, workload
 from tuning.acceptance import fold_share
 from tuning.bench import Machine
-from tuning.matrix import MIXED_FROM_ROWS, StepCase
+from tuning.matrix import MIXED_FROM_ROWS, StepCase, state_name
 from tuning.measure import PROTOCOL
 from tuning.roofline import Rates
 from tuning.search import DEFAULT_ROUNDS, NoCandidateError, Result, race, refusals
@@ -78,7 +78,7 @@ class Job:
 
     @property
     def name(self) -> str:
-        state, tokens = dtype_name(self.replay.checkpoint_dtype), self.replay.max_draft
+        state, tokens = state_name(self.replay), self.replay.max_draft
         return f"{self.shape.name} {state} L={self.replay.window} T={tokens} x{self.rows}"
 
 

@@ -22,11 +22,10 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Literal
 
-import torch
-
 from replayssm.pool import bytes_per_slot
 from replayssm.spec import LayerSpec, ReplaySpec
 from tuning.acceptance import Position, fold_share, positions
+from tuning.matrix import replay_of, state_name
 from tuning.roofline import Rates, step_traffic
 
 Habit = Literal["together", "staggered"]
@@ -221,7 +220,7 @@ def advice(cost: Cost, accepted: Sequence[float]) -> str:
 
 
 def costs_of(entries: Iterable[Mapping[str, Any]], rates: Rates) -> dict[tuple[Any, ...], Cost]:
-    """The costs in the entries of a benchmark's record, by layer name, checkpoint dtype, rows, T and window.
+    """The costs in the entries of a benchmark's record, by layer name, state, rows, T and window.
 
     Args:
         rates: probed in the same run.
@@ -229,8 +228,8 @@ def costs_of(entries: Iterable[Mapping[str, Any]], rates: Rates) -> dict[tuple[A
     found: dict[tuple[Any, ...], dict[str, Mapping[str, Any]]] = {}
     for entry in entries:
         if "layer" in entry and entry["status"] == "measured" and entry["what"] in ("nonflush", "flush", "mixed"):
-            replay = entry["replay"]
-            head = (entry["layer"]["name"], replay["checkpoint"], entry["rows"], entry["num_tokens"], replay["window"])
+            replay = replay_of(entry)
+            head = (entry["layer"]["name"], state_name(replay), entry["rows"], entry["num_tokens"], replay.window)
             found.setdefault(head, {})[entry["what"]] = entry
     return {head: _cost(steps, rates) for head, steps in found.items() if {"nonflush", "flush"} <= steps.keys()}
 
@@ -238,8 +237,7 @@ def costs_of(entries: Iterable[Mapping[str, Any]], rates: Rates) -> dict[tuple[A
 def _cost(steps: Mapping[str, Mapping[str, Any]], rates: Rates) -> Cost:
     entry = steps["nonflush"]
     layer = LayerSpec(**{name: value for name, value in entry["layer"].items() if name != "name"})
-    dtypes = (getattr(torch, entry["replay"][name]) for name in ("checkpoint", "activation"))
-    replay = ReplaySpec(entry["replay"]["window"], entry["num_tokens"], *dtypes)
+    replay = replay_of(entry)
     record_bytes = step_traffic(layer, replay, rows=entry["rows"], live_records=1).records_bytes
     return Cost(
         layer,

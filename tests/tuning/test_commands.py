@@ -289,7 +289,7 @@ def records(repository: Path) -> list[str]:
 
 def best_window(*words: str, code: int = 0) -> dict[str, Any]:
     facts = json.loads(run("window", *words, "--batch", "256", "--json", code=code).output)
-    (found,) = [fact for fact in facts if fact["checkpoint"] == "float32"]
+    (found,) = [fact for fact in facts if fact["state"] == "fp32"]
     return found
 
 
@@ -305,7 +305,7 @@ def test_the_window_of_measured_steps(records: list[str]) -> None:
     assert best_window(*records, "--habit", "together", "--slowest-us", "550")["best"] == 8
     assert best_window(*records, "--budget-mib", "4", code=1)["reason"].startswith("window: expected one of at most")
     told = said(run("window", *records, "--batch", "256"))
-    assert "qwen3.5-122b-a10b float32 x256: rows admitted together stay together: 274.4 us a step" in told
+    assert "qwen3.5-122b-a10b fp32 x256: rows admitted together stay together: 274.4 us a step" in told
 
 
 def test_an_acceptance_from_a_trace(records: list[str], tmp_path: Path) -> None:

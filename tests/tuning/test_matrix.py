@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from replayssm.spec import RECURRENCES, Recurrence, ReplaySpec
+from tuning.goals import GOALS, Goal
 from tuning.matrix import (
     ALL_MODELS,
     BATCHES,
-    GOALS,
     STEPS,
-    Goal,
     Options,
     StepCase,
     Subject,

@@ -22,6 +22,7 @@ from replayssm import LayerSpec, ReplaySpec, bytes_per_slot
 from replayssm.cursors import make_cursors
 from replayssm.reference import replay as reference
 from tuning.acceptance import acceptance, fold_share, observed, positions
+from tuning.matrix import replay_of, state_name
 from tuning.roofline import Rates
 from tuning.window import Cost, Trade, advice, choose, costs_of, folding_after, stagger, staggers_within, trade
 
@@ -83,7 +84,7 @@ def test_costs_of_a_record_by_hand() -> None:
         {"what": "probes", "status": "measured"},
     ]
     ((head, one),) = costs_of(steps, Rates(read=4.0, read_write=2.0)).items()
-    assert head == ("x", "float32", 8, 4, 16)
+    assert head == ("x", "fp32", 8, 4, 16)
     record_bytes = 8 * (2 * 64 * 128 + 2 * 16 * 128 + 4 * 64)
     assert (one.read_record_us, one.fold_record_us) == (record_bytes / 4, record_bytes / 2)
     assert (one.nonflush_us, one.nonflush_records, one.flush_us, one.mixed_us) == (20.0, 8.0, 40.0, 25.0)
@@ -121,7 +122,7 @@ def test_averages_are_those_of_the_records(name: str, repository: Path) -> None:
     averages = {}
     for entry in record["entries"]:
         if entry["what"] == "average":
-            head = (entry["layer"]["name"], entry["replay"]["checkpoint"], entry["rows"], entry["num_tokens"])
+            head = (entry["layer"]["name"], state_name(replay_of(entry)), entry["rows"], entry["num_tokens"])
             averages[(*head, entry["replay"]["window"])] = entry["median_us"]
     costs = costs_of(record["entries"], rates)
     assert costs.keys() == averages.keys()
