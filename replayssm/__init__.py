@@ -6,6 +6,7 @@ torch twin. Importing this package needs neither cutlass nor CUDA nor a GPU.
 
 from replayssm.cursors import Cursors, make_cursors
 from replayssm.inputs import GdnInputs, KdaInputs, Mamba2Inputs
+from replayssm.met import autotune
 from replayssm.ops import commit, copy_slots, flush, materialize, reset, step, warmup, write_read_copy
 from replayssm.plan import Plan, plan_step
 from replayssm.pool import Pool, bytes_per_slot, make_pool
@@ -22,6 +23,7 @@ __all__ = [
     "Plan",
     "Pool",
     "ReplaySpec",
+    "autotune",
     "bytes_per_slot",
     "commit",
     "copy_slots",

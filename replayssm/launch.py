@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cute_kernels.arch import arch_of_capability
 from cute_kernels.configs import GdnOptions, KdaOptions, Mamba2Options, Options, RowOptions, StepConfig
-from replayssm import checks, debug
+from replayssm import checks, debug, met
 from replayssm.cursors import Cursors
 from replayssm.inputs import GdnInputs, Inputs, KdaInputs, Mamba2Inputs
 from replayssm.keys import dtype_name
@@ -203,13 +203,17 @@ def _make_launch(
     launch_options: tuple[bool, StepConfig | None],
 ) -> Launch:
     (pdl, config), has_cu_seqlens = launch_options, inputs.cu_seqlens is not None
+    arch, batch = arch_of(pool.device), cache_indices.shape[0]
+    num_tokens = pool.replay.max_draft if has_cu_seqlens else value_of(inputs).shape[1]
+    if config is None:
+        met.meet(pool.layer, pool.replay, num_tokens=num_tokens, batch=batch, arch=arch)
     plan = plan_step(
         pool.layer,
         pool.replay,
         options_of(inputs),
-        arch=arch_of(pool.device),
-        batch=cache_indices.shape[0],
-        num_tokens=pool.replay.max_draft if has_cu_seqlens else value_of(inputs).shape[1],
+        arch=arch,
+        batch=batch,
+        num_tokens=num_tokens,
         rows=RowOptions(dtype_name(cache_indices.dtype), has_force_fold, pdl, has_cu_seqlens),
         ring_layout=pool.ring_layout,
         config=config,

@@ -1,7 +1,8 @@
 """How a step will run: pure functions of integers and names that return one printable object.
 
 The configuration is what the caller passed (`source="explicit"`), else what a tuned table holds for the shape ("user"
-or "shipped", `replayssm.tuned`), else a rule of thumb ("heuristic").
+or "shipped", `replayssm.tuned`), else what `replayssm.autotune` found ("autotuned"), else a rule of thumb
+("heuristic").
 """
 
 from __future__ import annotations
@@ -55,6 +56,11 @@ def plan_step(
         TunedTableError: the file that `REPLAYSSM_TUNED` names cannot be used.
     """
     return _planned(layer, replay, options, arch, tuned.bucket(batch), num_tokens, rows, ring_layout, config)
+
+
+def forget() -> None:
+    """Make plans anew: what they are chosen from has changed."""
+    _planned.cache_clear()
 
 
 @functools.cache

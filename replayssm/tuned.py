@@ -5,7 +5,8 @@
 | 1 | explicit | `config=` of the call; no table is read |
 | 2 | user | the file named by `REPLAYSSM_TUNED`, else `replayssm/tuned.json` in `$XDG_CONFIG_HOME` (`~/.config`) |
 | 3 | shipped | `replayssm/data/tuned/*.json` of this device |
-| 4 | heuristic | `cute_kernels.configs.heuristic_config` |
+| 4 | autotuned | what `replayssm.autotune` has found in this process |
+| 5 | heuristic | `cute_kernels.heuristic.heuristic_config` |
 
 Files are read once a process, at the first plan of an architecture. A table holds for its device, which must be the
 current one then; where the machine
@@ -41,8 +42,9 @@ SHIPPED = Path(__file__).parent / "data" / "tuned"
 TUNED_FIELDS = tuple(field.name for field in fields(StepConfig) if field.name != "precision")
 LARGEST_BUCKET = 1 << 16
 Basis = Literal["measured", "predicted"]
-Source = Literal["explicit", "user", "shipped", "heuristic"]
+Source = Literal["explicit", "user", "shipped", "autotuned", "heuristic"]
 Parameters = Mapping[str, Any]  # ints, by the names of `TUNED_FIELDS`
+_kept: dict[tuple[Shape, int, str], Choice] = {}  # by shape, batch and architecture
 _DTYPES = ("checkpoint_dtype", "activation_dtype", "value_dtype", "decay_dtype", "read_dtype")
 
 
@@ -270,10 +272,10 @@ def mismatch(table: Table, arch: str, device: str | None) -> str | None:
 
 @dataclass(frozen=True)
 class Found:
-    """A choice with the file and the measured batch that it came from."""
+    """A choice with the file, if it came from one, and the batch that it was measured for."""
 
     source: Source
-    path: Path
+    path: Path | None
     basis: Basis
     batch: int
     choice: Choice
@@ -286,10 +288,16 @@ def find(layer: LayerSpec, replay: ReplaySpec, *, num_tokens: int, batch: int, a
         TunedTableError: as `tables`.
     """
     usable: Sequence[tuple[Source, Path, Table]] = tables(arch)
-    if not usable or num_tokens < 1:
+    if not (usable or _kept) or num_tokens < 1:
         return None
     shape = Shape.of(layer, replay, num_tokens)
     for source, path, table in usable:
         if hit := table.find(shape, bucket(batch)):
             return Found(source, path, table.basis, *hit)
-    return None
+    kept = _kept.get((shape, bucket(batch), arch))
+    return None if kept is None else Found("autotuned", None, "measured", bucket(batch), kept)
+
+
+def keep(shape: Shape, batch: int, arch: str, choice: Choice) -> None:
+    """Let a choice serve this process where no table has one; `plan.forget` makes plans anew."""
+    _kept[shape, batch, arch] = choice

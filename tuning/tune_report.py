@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -182,8 +181,9 @@ def plan_facts(job: Job, arch: str) -> Facts:
             f"not in {', '.join(searched)}" if searched else f"no tuned table for {tuned.local_device(arch) or arch}"
         )
         return {**_head(job), "source": plan.source, "config": asdict(plan.key.config), "why": where}
-    why = f"{Path(found.path).name}: {found.basis} at batch {found.batch}, {found.choice.median_us:.2f} us"
-    entry = {"path": str(found.path), "basis": found.basis, "batch": found.batch, **asdict(found.choice)}
+    source = "this process" if found.path is None else found.path.name
+    why = f"{source}: {found.basis} at batch {found.batch}, {found.choice.median_us:.2f} us"
+    entry = {"path": found.path and str(found.path), "basis": found.basis, "batch": found.batch, **asdict(found.choice)}
     return {**_head(job), "source": plan.source, "config": asdict(plan.key.config), "why": why, "entry": entry}
 
 
