@@ -29,6 +29,7 @@ from tuning.matrix import ALL_MODELS, BATCHES, Options, exit_code
 from tuning.matrix import plan as plan_matrix
 from tuning.measure import DEFAULT_ROUNDS, PROTOCOL
 from tuning.options import DTYPE, DTYPES, READ, READS, WINDOW, checked, console, own_arch, shapes_of
+from tuning.plot import draw
 from tuning.precision import CHUNK, LAYERS, MAX_TOKENS, REGIMES, SCHEMES, precision_tables, study
 from tuning.precision import __doc__ as PRECISION_PROTOCOL
 from tuning.report import markdown_table, memory_table, plan_table, refreshed, results_table
@@ -37,6 +38,9 @@ from tuning.shapes import ModelShape, lookup, names
 from tuning.store import Record
 from tuning.workload import make_inputs
 
+PLOT = click.option(
+    "--plot", type=click.Path(path_type=Path, dir_okay=False), help="Picture of the record, e.g. a PNG."
+)
 LENGTHS = "Tokens after which errors are sampled; repeatable, multiples of 256."
 ONE_OF_EACH = (DEFAULT_MODEL, "qwen3.5-122b-a10b", "glm-5.3-flash")
 WITH_KERNELS = tuple(name for recurrence in OPTIONS for name in names(recurrence))
@@ -79,6 +83,7 @@ def main() -> None:
 @click.option("--time-limit", type=click.FloatRange(min=0), help="Seconds after which nothing new is begun.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="Record of the run.")
 @click.option("--first-call/--no-first-call", default=True, help="Time a cold and a cached first call (two processes).")
+@PLOT
 @click.option("--dry-run", is_flag=True, help="Print the plan, with bytes and limits at an H200's nominal rates.")
 def bench(
     models: tuple[str, ...],
@@ -86,6 +91,7 @@ def bench(
     all_models: bool,
     recurrence: Recurrence | None,
     json_path: Path | None,
+    plot: Path | None,
     dry_run: bool,
     **rest: Any,
 ) -> None:
@@ -127,6 +133,8 @@ def bench(
     finally:
         record.save()
         screen.print(results_table(record.entries))
+    if plot is not None:
+        checked(lambda: draw(record.entries, plot))
     sys.exit(exit_code(record.entries))
 
 
@@ -185,9 +193,12 @@ def precision(
 
 @main.command()
 @click.argument("record", type=click.Path(path_type=Path, exists=True, dir_okay=False))
-def report(record: Path) -> None:
+@PLOT
+def report(record: Path, plot: Path | None) -> None:
     """Print a record of `bench` or `precision` as Markdown tables."""
     entries = json.loads(record.read_text())["entries"]
+    if plot is not None:
+        checked(lambda: draw(entries, plot))
     click.echo(precision_tables(entries) if "scheme" in entries[0] else markdown_table(entries))
 
 
