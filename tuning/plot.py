@@ -1,4 +1,5 @@
-"""Pictures of a benchmark's record: time and memory against the window, speed-up and share of the limit by batch."""
+"""Pictures of records: of a benchmark, time and memory against the window, speed-up and share of the limit against the
+batch; of a study of precision, the error against the tokens."""
 
 from __future__ import annotations
 
@@ -22,10 +23,14 @@ def series(entries: Iterable[Mapping[str, Any]]) -> dict[str, Series]:
 
     "window": the average step in microseconds against L. "memory": MiB of one slot against L. "speedup": how many times
     faster than plain the average is, against the batch. "limit": per cent of the limit that a step reaches which only
-    reads, and one in which every row folds, against the batch.
+    reads, and one in which every row folds, against the batch. "mamba2", "gdn", "kda": the mean error of a scheme
+    against the tokens.
     """
-    panels: dict[str, Series] = {name: {} for name in ("window", "memory", "speedup", "limit")}
+    panels: dict[str, Series] = {name: {} for name in TITLES}
     for entry in entries:
+        if "scheme" in entry:
+            line = f"{entry['scheme']}, {entry['regime']}"
+            panels[entry["recurrence"]].setdefault(line, []).append((entry["tokens"], entry["mean"]))
         if "layer" not in entry or entry["status"] != "measured":
             continue
         layer, replay, rows = entry["layer"], replay_of(entry), entry["rows"]
@@ -52,6 +57,10 @@ TITLES = {
     "memory": ("one slot of a layer", "window L", "MiB"),
     "speedup": ("average against plain steps", "batch", "times faster"),
     "limit": ("share of the limit", "batch", "% of the limit"),
+    **{
+        kind: (f"{name}, outputs against float64", "tokens", "relative error, mean")
+        for kind, name in {"mamba2": "Mamba-2", "gdn": "Gated DeltaNet", "kda": "Kimi Delta Attention"}.items()
+    },
 }
 
 
@@ -60,7 +69,7 @@ def figure(entries: Iterable[Mapping[str, Any]]) -> Figure:
 
     Raises:
         NotImplementedError: matplotlib is not installed.
-        ValueError: it has none: one window and one batch.
+        ValueError: it has none: one window, batch or number of tokens.
     """
     try:
         from matplotlib.figure import Figure
@@ -68,18 +77,22 @@ def figure(entries: Iterable[Mapping[str, Any]]) -> Figure:
         raise NotImplementedError("--plot: matplotlib is not installed; pip install 'replayssm[plot]'") from error
     panels = {name: lines for name, lines in series(entries).items() if lines}
     if not panels:
-        raise ValueError("--plot: expected a record of several windows or batches, got one of each")
+        raise ValueError("--plot: expected a record of several windows, batches or tokens, got one of each")
     made = Figure(figsize=(7 * len(panels), 5.5), layout="constrained")
     for axes, (name, lines) in zip(made.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
         title, x, y = TITLES[name]
         for number, (line, points) in enumerate(lines.items()):
             axes.plot(*zip(*points, strict=True), marker=MARKERS[number % len(MARKERS)], label=line)
         axes.set(title=title, xlabel=x, ylabel=y)
-        if x == "batch":
+        if x != "window L":
             axes.set_xscale("log", base=2)
         ticks = sorted({x for points in lines.values() for x, _ in points})
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-        axes.set_ylim(bottom=0)
+        if x == "tokens":
+            axes.set_yscale("log")
+            axes.tick_params(axis="x", labelrotation=45)
+        else:
+            axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
         axes.legend(fontsize="x-small")
     return made

@@ -1,6 +1,7 @@
 """A picture shows the figures of the record and nothing else.
 
-Grid: a record of several windows, one of several batches, both of the repository; one of neither; no matplotlib.
+Grid: records of several windows, of several batches and of a study of precision, of the repository; one of neither; no
+matplotlib.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from tuning.shapes import lookup
 ROOT = Path(__file__).resolve().parents[2]
 RECORDS = ROOT / "docs" / "records"
 WINDOWS, BATCHES = (RECORDS / f"2026-11-30-h200-nemotron-3-super-{what}.json" for what in ("windows", "verify"))
+PRECISION = RECORDS / "2026-11-30-cpu-precision-near-one.json"
 
 
 def entries_of(record: Path) -> list[dict[str, Any]]:
@@ -31,7 +33,7 @@ def entries_of(record: Path) -> list[dict[str, Any]]:
 def test_time_and_memory_against_the_window() -> None:
     entries = entries_of(WINDOWS)
     panels = series(entries)
-    assert panels["speedup"] == panels["limit"] == {}
+    assert {name for name, lines in panels.items() if lines} == {"window", "memory"}
     line = panels["window"]["nemotron-3-super fp32, T = 8, batch 256"]
     told = {e["replay"]["window"]: e["median_us"] for e in entries if e["what"] == "average" and e["num_tokens"] == 8}
     assert line == sorted(told.items()) and [window for window, _ in line] == [16, 24, 32, 48]
@@ -42,7 +44,7 @@ def test_time_and_memory_against_the_window() -> None:
 def test_speed_up_and_share_of_the_limit_against_the_batch() -> None:
     entries = entries_of(BATCHES)
     panels = series(entries)
-    assert panels["window"] == panels["memory"] == {}
+    assert {name for name, lines in panels.items() if lines} == {"speedup", "limit"}
     (average,) = [
         e
         for e in entries
@@ -54,7 +56,17 @@ def test_speed_up_and_share_of_the_limit_against_the_batch() -> None:
     assert all(len(line) == 3 and all(0 < share <= 100 for _, share in line) for line in panels["limit"].values())
 
 
-@pytest.mark.parametrize(("record", "panels"), [(WINDOWS, 2), (BATCHES, 2)], ids=lambda value: str(value)[-12:])
+def test_error_against_tokens() -> None:
+    entries = entries_of(PRECISION)
+    panels = series(entries)
+    assert {name for name, lines in panels.items() if lines} == {"mamba2", "gdn", "kda"}
+    told = [(e["tokens"], e["mean"]) for e in entries if (e["recurrence"], e["scheme"]) == ("gdn", "shared nvfp4")]
+    assert panels["gdn"]["shared nvfp4, near-one"] == sorted(told) and len(told) > 1
+
+
+@pytest.mark.parametrize(
+    ("record", "panels"), [(WINDOWS, 2), (BATCHES, 2), (PRECISION, 3)], ids=lambda value: str(value)[-12:]
+)
 def test_the_figure_draws_every_line(record: Path, panels: int, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="needs matplotlib; pip install '.[plot]' brings it")
     entries = entries_of(record)
@@ -70,7 +82,9 @@ def test_what_cannot_be_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     (tmp_path / "r.json").write_text(json.dumps({"entries": alone}))
     words = ["report", str(tmp_path / "r.json"), "--plot", str(tmp_path / "a.png")]
     told = CliRunner().invoke(main, words)
-    assert told.exit_code == 2 and ("several windows or batches" in told.output or "not installed" in told.output)
+    assert told.exit_code == 2 and (
+        "several windows, batches or tokens" in told.output or "not installed" in told.output
+    )
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     told = CliRunner().invoke(main, ["report", str(WINDOWS), "--plot", str(tmp_path / "a.png")])
     assert told.exit_code == 2 and "pip install 'replayssm[plot]'" in told.output
