@@ -18,6 +18,7 @@ from cute_kernels.configs import (
 
 LARGEST_TILE_BYTES, LARGEST_CHANNEL_TILE_BYTES = 40 * 1024, 64 * 1024
 MULTIPROCESSOR_SMEM_BYTES, RESERVED_SMEM_BYTES = 228 * 1024, 1024  # of sm_90 to sm_103; the latter of each CTA
+MULTIPROCESSOR_THREADS, MULTIPROCESSOR_CTAS = 2048, 32
 MULTIPROCESSOR_REGISTERS, LEAST_REGISTERS = 65536, 112  # the latter of a thread: with much fewer it spills
 MOST_LARGE_CTAS = 2
 
@@ -26,6 +27,12 @@ def smem_bytes(key: StepKey) -> int:
     """Shared memory of a CTA, and some for alignment."""
     tile = Tile.of(key)
     return tile.smem_bytes + (DraftShape.of(key).staging_bytes(tile) - tile.staging_bytes if key.drafts else 0)
+
+
+def room(key: StepKey) -> int:
+    """CTAs that a multiprocessor has threads and shared memory for, and takes at all."""
+    by_memory = MULTIPROCESSOR_SMEM_BYTES // (smem_bytes(key) + RESERVED_SMEM_BYTES)
+    return max(1, min(by_memory, MULTIPROCESSOR_THREADS // Tile.of(key).threads, MULTIPROCESSOR_CTAS))
 
 
 def invalid_reason(key: StepKey, arch: Arch) -> str | None:
@@ -87,8 +94,8 @@ def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
         most = LARGEST_CHANNEL_TILE_BYTES if whole else LARGEST_TILE_BYTES
         if tile.bytes > most or invalid_reason(candidate, arch):
             continue
-        room = MULTIPROCESSOR_SMEM_BYTES // (smem_bytes(candidate) + RESERVED_SMEM_BYTES)
-        fills = key.probes == 1 and tile.read_bits == 16 if key.drafts else channels and room <= MOST_LARGE_CTAS
+        fitting = room(candidate)
+        fills = key.probes == 1 and tile.read_bits == 16 if key.drafts else channels and fitting <= MOST_LARGE_CTAS
         most_ctas = MULTIPROCESSOR_REGISTERS // (tile.threads * LEAST_REGISTERS)
-        return replace(candidate.config, ctas=min(room, most_ctas) if fills else 1)
+        return replace(candidate.config, ctas=min(fitting, most_ctas) if fills else 1)
     return None

@@ -16,7 +16,7 @@ from replayssm import checks, debug, met
 from replayssm.cursors import Cursors
 from replayssm.inputs import GdnInputs, Inputs, KdaInputs, Mamba2Inputs
 from replayssm.keys import dtype_name
-from replayssm.plan import plan_step
+from replayssm.plan import in_tables, plan_step
 from replayssm.pool import Pool
 
 MAX_ROWS = 65535  # rows lie along the grid's y axis
@@ -205,7 +205,8 @@ def _make_launch(
     (pdl, config), has_cu_seqlens = launch_options, inputs.cu_seqlens is not None
     arch, batch = arch_of(pool.device), cache_indices.shape[0]
     num_tokens = pool.replay.max_draft if has_cu_seqlens else value_of(inputs).shape[1]
-    if config is None:
+    rows = RowOptions(dtype_name(cache_indices.dtype), has_force_fold, pdl, has_cu_seqlens)
+    if config is None and in_tables(num_tokens, rows):
         met.meet(pool.layer, pool.replay, num_tokens=num_tokens, batch=batch, arch=arch)
     plan = plan_step(
         pool.layer,
@@ -214,7 +215,7 @@ def _make_launch(
         arch=arch,
         batch=batch,
         num_tokens=num_tokens,
-        rows=RowOptions(dtype_name(cache_indices.dtype), has_force_fold, pdl, has_cu_seqlens),
+        rows=rows,
         ring_layout=pool.ring_layout,
         config=config,
     )

@@ -58,6 +58,12 @@ def plan_step(
     return _planned(layer, replay, options, arch, tuned.bucket(batch), num_tokens, rows, ring_layout, config)
 
 
+def in_tables(num_tokens: int, rows: RowOptions) -> bool:
+    """Whether tuned tables speak of such a step: one token of rows that may have none runs the kernel of several, which
+    they have for several only."""
+    return num_tokens != 1 or not rows.has_cu_seqlens
+
+
 def forget() -> None:
     """Make plans anew: what they are chosen from has changed."""
     _planned.cache_clear()
@@ -82,8 +88,7 @@ def _planned(
     source: tuned.Source = "explicit"
     if config is None:
         chosen, source = heuristic_config(key, batch, ARCHES[arch]) or StepConfig(), "heuristic"
-        # One token of rows that may have none runs the kernel of several, which a table has for several only.
-        known = num_tokens != 1 or not rows.has_cu_seqlens
+        known = in_tables(num_tokens, rows)
         found = tuned.find(layer, replay, num_tokens=num_tokens, batch=batch, arch=arch) if known else None
         if found:
             chosen, source = replace(chosen, **found.choice.parameters), found.source

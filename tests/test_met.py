@@ -7,6 +7,7 @@ the installed one with written times; the step path itself, by the launch that a
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -111,6 +112,7 @@ def test_without_an_installed_tuner_the_context_says_so(monkeypatch: pytest.Monk
 def test_the_installed_tuner_races_the_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = ScriptedSteps(times={StepConfig(split=2, fold_values=values): 50.0 for values in FOLD_VALUES})
     monkeypatch.setattr(tuning_met, "machine", steps.machine)
+    monkeypatch.setattr(tuning_met, "compilers", nullcontext)  # nothing is compiled for a machine of written times
     monkeypatch.setattr(tuning_met.replayssm, "step", steps.step)
     choice = tuning_met.tune_step(LAYER, REPLAY, 1, "sm_90a")
     assert choice.parameters["split"] == 2 and choice.median_us < 100
@@ -120,7 +122,7 @@ def test_the_installed_tuner_races_the_candidates(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_launch_meets_its_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no configuration is passed, and before it is planned."""
+    """Where no configuration is passed, and before it is planned; not one that no table would serve."""
     from replayssm import launch
 
     seen: list[Any] = []
@@ -142,3 +144,8 @@ def test_a_launch_meets_its_shape(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(NotImplementedError):
             launch._make_launch(pool, cursors, inputs, (), rows, False, (False, config))
     assert seen == [((LAYER, REPLAY), {"num_tokens": 1, "batch": 2, "arch": "sm_90a"}), "planned", "planned"]
+    seen.clear()
+    ragged = inputs._replace(cu_seqlens=torch.tensor([0, 1, 2], dtype=torch.int32))
+    with pytest.raises(NotImplementedError):
+        launch._make_launch(pool, cursors, ragged, (), rows, False, (False, None))
+    assert seen == ["planned"]

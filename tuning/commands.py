@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import cpu_count, get_context
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +26,9 @@ from tuning.search import DEFAULT_ROUNDS, NoCandidateError
 from tuning.shapes import ModelShape, lookup
 from tuning.space import Candidate
 from tuning.store import BusyError, Journal, environment, lock, write_json
-from tuning.tuner import BATCHES, TUNED_PROTOCOL, Field, Job, Tuner, jobs_of, merged
+from tuning.tuner import BATCHES, TUNED_PROTOCOL, Field, Job, Tuner, compilers, jobs_of, merged, multiprocessors
 from tuning.window import Habit, advice, choose, costs_of, trade
 
-H200_MULTIPROCESSORS = 132
 VERSIONS = ("torch", "cuda", "cutlass_dsl", "driver")
 _COUNT = click.IntRange(min=1)
 _TOKENS = click.IntRange(1, MAX_DRAFT)
@@ -90,7 +87,7 @@ def tune(dry_run: bool, arch: str | None, as_json: bool, no_prune: bool, **given
     if not here and not dry_run:
         raise click.UsageError("no CUDA device here; --dry-run prints what would be tuned without one")
     arch = arch or (own_arch() if here else "sm_90a")
-    fields = [Field.of(job, arch, None if no_prune else _multiprocessors()) for job in jobs]
+    fields = [Field.of(job, arch, None if no_prune else multiprocessors()) for job in jobs]
     uncovered = sorted({field.job.shape.name for field in fields if not field.tried})
     if uncovered:
         raise click.UsageError(f"--model: no kernels for {', '.join(uncovered)}; see `replayssm show`")
@@ -99,13 +96,6 @@ def tune(dry_run: bool, arch: str | None, as_json: bool, no_prune: bool, **given
         _print(report.field_facts(fields, arch, rates), report.field_tables(fields, arch, rates), as_json)
         return
     sys.exit(_tune(fields, given, as_json))
-
-
-def _multiprocessors() -> int:
-    """Of this machine's GPU, or where it has none of an H200."""
-    if not torch.cuda.is_available():
-        return H200_MULTIPROCESSORS
-    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
 
 
 def _tune(fields: Sequence[Field], given: Mapping[str, Any], as_json: bool) -> int:
@@ -120,7 +110,7 @@ def _tune(fields: Sequence[Field], given: Mapping[str, Any], as_json: bool) -> i
     path = out.with_name(f"{out.name}.journal")
     facts = {**header.to_json(), "rounds": given["rounds"]}
     try:
-        with lock(out), ProcessPoolExecutor(max(1, cpu_count() - 1), get_context("spawn")) as executor:
+        with lock(out), compilers() as executor:
             if given["fresh"]:
                 path.unlink(missing_ok=True)
             journal = Journal(path, facts)

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import functools
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import cpu_count, get_context
-
-import torch
 
 import replayssm
 from replayssm.spec import LayerSpec, ReplaySpec
@@ -15,7 +11,7 @@ from tuning.bench import Machine
 from tuning.search import NoCandidateError
 from tuning.shapes import MODELS, ModelShape
 from tuning.store import Journal
-from tuning.tuner import Field, Job, Tuner
+from tuning.tuner import Field, Job, Tuner, compilers, multiprocessors
 
 machine = functools.cache(Machine.current_cuda)
 
@@ -30,12 +26,10 @@ def tune_step(layer: LayerSpec, replay: ReplaySpec, rows: int, arch: str) -> Cho
     shape = known or ModelShape(layer.recurrence, layer, None, "a pool that was stepped")
     here = machine()
     job = Job(shape, replay, rows, max(1.0, replay.max_draft / 2))
-    cuda = here.device.type == "cuda"
-    field = Field.of(job, arch, torch.cuda.get_device_properties(here.device).multi_processor_count if cuda else None)
     found: list[Choice | str] = []
-    with ProcessPoolExecutor(max(1, cpu_count() - 1), get_context("spawn")) as executor:
-        tuner = Tuner(here, Journal(None, {}), replayssm.step, executor=executor if cuda else None)
-        tuner.run([field], lambda _, result: found.append(result))
+    with compilers() as executor:
+        tuner = Tuner(here, Journal(None, {}), replayssm.step, executor=executor)
+        tuner.run([Field.of(job, arch, multiprocessors())], lambda _, result: found.append(result))
     (result,) = found
     if isinstance(result, str):
         raise NoCandidateError(result)

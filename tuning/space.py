@@ -12,18 +12,11 @@ from typing import Any
 
 from cute_kernels.arch import Arch
 from cute_kernels.configs import SIZE_BYTES, StepConfig, StepKey, Tile
-from cute_kernels.heuristic import (
-    MULTIPROCESSOR_SMEM_BYTES,
-    RESERVED_SMEM_BYTES,
-    heuristic_config,
-    invalid_reason,
-    smem_bytes,
-)
+from cute_kernels.heuristic import heuristic_config, invalid_reason, room
 from replayssm.tuned import TUNED_FIELDS, Parameters, Shape
 
 FOLD_VALUES = (4, 8, 16, 32, 64)
 WARPS = (1, 2, 4, 8)
-MULTIPROCESSOR_THREADS, MULTIPROCESSOR_CTAS = 2048, 32  # of sm_90 to sm_103
 
 
 @dataclass(frozen=True)
@@ -105,12 +98,6 @@ def kernel_of(key: StepKey) -> tuple[Any, ...]:
     """What kernels of one shape really differ in; `fold_values` only by the rows of a fold's block."""
     config = key.config
     return config.split, config.warps, config.ctas, config.precision, Tile.of(key).fold_block
-
-
-def room(key: StepKey) -> int:
-    """CTAs that a multiprocessor has threads and shared memory for, and takes at all."""
-    by_memory = MULTIPROCESSOR_SMEM_BYTES // (smem_bytes(key) + RESERVED_SMEM_BYTES)
-    return max(1, min(by_memory, MULTIPROCESSOR_THREADS // Tile.of(key).threads, MULTIPROCESSOR_CTAS))
 
 
 def prune_outclassed(rows: int, multiprocessors: int) -> Prune:

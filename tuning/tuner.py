@@ -11,10 +11,13 @@ journal before the next one begins.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from multiprocessing import cpu_count, get_context
 from typing import Any
+
+import torch
 
 from cute_kernels.arch import ARCHES
 from cute_kernels.configs import RowOptions, StepKey
@@ -37,6 +40,7 @@ from tuning.workload import Step
 
 TUNED_PROTOCOL = f"{PROTOCOL}; mean step of rows anywhere in the window; racing, the heuristic's choice first"
 BATCHES = (1, 8, 32, 128, 256)
+H200_MULTIPROCESSORS = 132
 Compile = Callable[[StepKey, str], object]
 
 
@@ -136,6 +140,18 @@ def compile_step(key: StepKey, arch: str) -> None:
     from cute_kernels.compile import ensure_on_disk
 
     ensure_on_disk(step.step_launch, partial(step.fake_arguments, key), key, arch)
+
+
+def compilers() -> ProcessPoolExecutor:
+    """Processes that compile ahead, which leave one processor to the one that times."""
+    return ProcessPoolExecutor(max(1, cpu_count() - 1), get_context("spawn"))
+
+
+def multiprocessors() -> int:
+    """Of this machine's GPU, or where it has none of an H200."""
+    if not torch.cuda.is_available():
+        return H200_MULTIPROCESSORS
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
 
 
 def launched_key(job: Job, candidate: Candidate) -> StepKey:

@@ -69,11 +69,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> ScriptedSteps:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(Machine, "current_cuda", lambda: steps.machine())
     monkeypatch.setattr(replayssm, "step", steps.step)
-    monkeypatch.setattr(commands, "_multiprocessors", lambda: 132)
+    monkeypatch.setattr(commands, "multiprocessors", lambda: 132)
     monkeypatch.setattr(commands, "own_arch", lambda: "sm_90a")
     monkeypatch.setattr(commands, "shapes_of", lambda models, tps: (SMALL,))
     monkeypatch.setattr(commands, "environment", lambda: dict(VERSIONS))
-    monkeypatch.setattr(commands, "ProcessPoolExecutor", lambda *args: ThreadPoolExecutor(1))
+    monkeypatch.setattr(commands, "compilers", lambda: ThreadPoolExecutor(1))
     monkeypatch.setattr("cute_kernels.compile.ensure_on_disk", lambda *args: None)
     return steps
 
