@@ -28,6 +28,7 @@ class StepConfig:
         precision: of the products of several tokens, on tensor cores: a float32 factor becomes the sum of 3 bfloat16
             terms ("fp32", all of its 24 bits), of 2 ("tf32", 16 bits, more than TF32 has) or 1 ("bf16", 8 bits).
             Sums are float32, and a 16-bit factor is never rounded. One token's products are always float32.
+        heads: of one key head that a CTA takes one after the other, where a copy is read: it scores the records once.
     """
 
     split: int = 1
@@ -35,6 +36,7 @@ class StepConfig:
     ctas: int = 1
     fold_values: int = 16
     precision: Precision = "fp32"
+    heads: int = 1
 
 
 @dataclass(frozen=True)
@@ -313,11 +315,19 @@ class DraftShape:
     terms: int
     channels: bool
     warps: int
+    heads: int
 
     @classmethod
     def of(cls, key: StepKey) -> DraftShape:
         channels, config = isinstance(key.options, KdaOptions), key.config
-        return cls(key.num_tokens, key.probes, key.window, TERMS[config.precision], channels, config.warps)
+        return cls(
+            key.num_tokens, key.probes, key.window, TERMS[config.precision], channels, config.warps, config.heads
+        )
+
+    @property
+    def keeps_raw(self) -> bool:
+        """Whether scores lie in shared memory as they are too, beside those that a head has weighed."""
+        return self.heads > 1 and self.tokens > 1
 
     @property
     def token_blocks(self) -> int:
@@ -342,6 +352,11 @@ class DraftShape:
         return -(-(self.window_columns + 8 * self.token_blocks - 8) // 32) * 32 + 8
 
     @property
+    def lone_columns(self) -> int:
+        """Columns of a product that the terms of one token's probe take, a power of two."""
+        return 2 if self.terms <= 2 else 4
+
+    @property
     def scores_bytes(self) -> int:
         return self.probe_blocks * 8 * self.score_stride * 4
 
@@ -354,10 +369,12 @@ class DraftShape:
 
     def vectors_bytes(self, tile: Tile) -> int:
         """Shared memory of the probes as the state meets them, where channels decay by themselves: [term][probe][K]."""
-        return self.terms * self.probe_blocks * 8 * tile.staged_vector_bytes if self.channels else 0
+        vectors = self.probe_blocks * (8 if self.tokens > 1 else 1)
+        return self.terms * vectors * tile.staged_vector_bytes if self.channels else 0
 
     def staging_bytes(self, tile: Tile) -> int:
         """Shared memory beside the tile: decays by channel, scores, what is between tokens, probes; later a fold's
         records."""
         own = tile.channel_bytes + self.scores_bytes + self.between_bytes + self.vectors_bytes(tile)
+        own += self.scores_bytes if self.keeps_raw else 0
         return max(own, tile.staging_bytes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass.cute as cute
@@ -11,10 +11,9 @@ from cutlass import Float32, Int32, Int64, Uint32
 from cute_kernels.args import StepTensors
 from cute_kernels.configs import ROW_BLOCK, SIZE_BYTES, DraftShape, StepKey, Tile
 from cute_kernels.primitives.arithmetic import exp2, select
-from cute_kernels.primitives.control import barrier_of_zero
-from cute_kernels.primitives.convert import unpack
+from cute_kernels.primitives.convert import pack, unpack
 from cute_kernels.primitives.memory import load_words_if, store_words_if
-from cute_kernels.primitives.reduce import broadcast, prefix_sums
+from cute_kernels.primitives.reduce import broadcast, prefix_sums, transposed_place
 from cute_kernels.records import LaneDecays, LaneRecords, TileMemory, policy_of
 from cute_kernels.recurrences.base import Gate, Recurrence
 from cute_kernels.recurrences.kda import Kda
@@ -23,29 +22,120 @@ from cute_kernels.replay.codes import SCALED, CodeScales
 from cute_kernels.replay.cursor import RowCursor
 from cute_kernels.replay.draft import QUAD, DraftDecays, Scores, StagedVectors, Vectors, load_block
 from cute_kernels.replay.quant import CopyPlaces, CopyShape
-from cute_kernels.replay.window import Place, address, load_scalar_if
+from cute_kernels.replay.window import (
+    Place,
+    access_words,
+    address,
+    load_row_words,
+    load_scalar_if,
+    store_scalar_if,
+)
+
+
+LONE_LANES = (2, 1)  # masks of the lanes that share a row; the first halves what a lane keeps of its sums
 
 
 @dataclass(frozen=True)
 class Channels:
-    """The channels that a lane has in 16 rows of its warp: two neighbours.
+    """The channels of V that a lane has: neighbours, two for each product of 16 rows of its warp.
 
     Args:
         first: local row of the first.
-        ahead: how many rows these 16 are behind the warp's first.
-        inside: whether the tile has these rows.
+        inside: for each product, whether the tile has its two; True where it has all.
     """
 
     first: Int32
-    ahead: int
-    inside: Int32
+    inside: list[Any]
 
     @classmethod
-    def of(cls, tile: Tile, place: Place) -> list[Channels]:
-        """One for each 16 rows that the warp takes."""
-        step = ROW_BLOCK * tile.warps
-        rows = [(place.warp * ROW_BLOCK + ahead, ahead) for ahead in range(0, tile.rows, step)]
-        return [cls(row + place.lane // 4 * 2, ahead, Int32(row < tile.rows)) for row, ahead in rows]
+    def of(cls, tile: Tile, place: Place) -> Channels:
+        products = -(-tile.rows // (ROW_BLOCK * tile.warps))
+        first = (place.warp * ROW_BLOCK + place.lane // 4 * 2) * products
+        if products * ROW_BLOCK * tile.warps == tile.rows:
+            return cls(first, [True] * products)
+        return cls(first, [Int32(first + 2 * i < tile.rows) for i in range(products)])
+
+    @property
+    def together(self) -> bool:
+        """Whether the tile has all of them."""
+        return all(inside is True for inside in self.inside)
+
+    @property
+    def pairs(self) -> list[tuple[Any, int]]:
+        """Of each product, the local row of the first channel and how many rows ahead of it, see `StateRows`; row 0
+        where the tile has none."""
+        products = len(self.inside)
+        if self.together and products & (products - 1) == 0:
+            return [(self.first, 2 * i) for i in range(products)]
+        rows = [self.first + 2 * i for i in range(products)]
+        if self.together:
+            return [(row, 0) for row in rows]
+        return [(select(inside != 0, row, Int32(0)), 0) for row, inside in zip(rows, self.inside, strict=True)]
+
+    def load(self, valid: Any, where: Any, dtype: str) -> list[list[Uint32]]:
+        """Of each product the words of its two channels, where the lane's first are at address `where`."""
+        each = SIZE_BYTES[dtype] // 2
+        if self.together:
+            words = load_row_words(valid, where, each * len(self.inside))
+            return [words[i : i + each] for i in range(0, len(words), each)]
+        return [
+            load_words_if(inside * Int32(valid), where, each, offset=4 * each * i)
+            for i, inside in enumerate(self.inside)
+        ]
+
+    def store(self, valid: Any, where: Any, words: list[list[Any]]) -> None:
+        """Write the words of all channels likewise."""
+        if self.together:
+            row = [word for pair in words for word in pair]
+            width = access_words(len(row))
+            for i in range(0, len(row), width):
+                store_words_if(valid, where, row[i : i + width], offset=4 * i)
+            return
+        for i, (inside, pair) in enumerate(zip(self.inside, words, strict=True)):
+            store_words_if(inside * valid, where, pair, offset=4 * len(pair) * i)
+
+
+@dataclass(frozen=True)
+class LoneChannels:
+    """Those of a lane's channels of which it has the sums of one token, neighbours.
+
+    Args:
+        first: local row of the first.
+        inside: of each, whether the tile has it and this lane writes it.
+        packed: whether they are all inside, and as many as a word holds at least, or none is.
+    """
+
+    first: Int32
+    inside: list[Int32]
+    packed: bool
+
+    @classmethod
+    def of(cls, tile: Tile, place: Place, channels: Channels) -> LoneChannels:
+        total = 2 * len(channels.inside)
+        index, count, owns = transposed_place(total, place.lane, LONE_LANES)
+        first = channels.first + index
+        if channels.together and total & (total - 1) == 0:
+            return cls(first, [Int32(owns)] * count, count * tile.activation_size >= 4)
+        inside = [Int32(owns) * Int32(index + i < total) * Int32(first + i < tile.rows) for i in range(count)]
+        return cls(first, inside, packed=False)
+
+    def load(self, valid: Any, where: Any, dtype: str) -> list[Float32]:
+        """The channels of a tensor whose first is at address `where`."""
+        size, count = SIZE_BYTES[dtype], len(self.inside)
+        if self.packed:
+            return unpack(load_row_words(valid * self.inside[0], where, count * size // 4), dtype)
+        return [load_scalar_if(valid * x, where + i * size, dtype) for i, x in enumerate(self.inside)]
+
+    def store(self, valid: Any, where: Any, values: list[Any], dtype: str) -> None:
+        """Write them likewise."""
+        if self.packed:
+            words = pack(values, dtype)
+            width = access_words(len(words))
+            for i in range(0, len(words), width):
+                store_words_if(valid * self.inside[0], where, words[i : i + width], offset=4 * i)
+            return
+        for i, (inside, value) in enumerate(zip(self.inside, values, strict=True)):
+            store_scalar_if(valid * inside, where + i * SIZE_BYTES[dtype], value, dtype)
 
 
 @dataclass(frozen=True)
@@ -53,8 +143,9 @@ class Cta:
     """What a CTA works on, as one of its threads sees it.
 
     Args:
-        place: its row is the inputs' row, 0 where they hold all rows' tokens one after the other.
-        channels: of V, in each 16 rows of this warp.
+        place: its row is the inputs' row, 0 where they hold all rows' tokens one after the other; its head the one that
+            the CTA is at.
+        channels: of V.
         first_token: where the row's tokens begin on the token axis.
         num_tokens: how many the row has, at most `shape.tokens`; the others count as zeros and are not stored.
         memory: where the tile is; behind it the decays by channel, then the scores, later a fold's records.
@@ -63,7 +154,7 @@ class Cta:
     tensors: StepTensors
     key: StepKey
     place: Place
-    channels: list[Channels]
+    channels: Channels
     first_token: Any
     num_tokens: Any
     memory: TileMemory
@@ -80,6 +171,23 @@ class Cta:
     def shape(self) -> DraftShape:
         return DraftShape.of(self.key)
 
+    def at_head(self, index: Any) -> Cta:
+        """The same at one of its heads."""
+        memory = replace(self.memory, state=self.memory.state + index * self.tile.bytes)
+        return replace(self, place=replace(self.place, head=self.place.head + index), memory=memory)
+
+    def sync(self) -> None:
+        """Wait for the CTA's warps."""
+        if self.shape.warps > 1:
+            cute.arch.barrier()
+        else:
+            cute.arch.sync_warp()
+
+    @property
+    def lone(self) -> LoneChannels:
+        """The channels whose outputs this lane writes where there is one token."""
+        return LoneChannels.of(self.tile, self.place, self.channels)
+
     @property
     def copy_shape(self) -> CopyShape:
         """Of the read copy of a slot."""
@@ -95,14 +203,21 @@ class Cta:
     def scores(self) -> Scores:
         return Scores(self.memory.staging + self.tile.channel_bytes, self.shape, self.place.lane)
 
+    @property
+    def raw_scores(self) -> Scores:
+        """The scores as they are, before a head weighs them."""
+        shape, base = self.shape, self.scores.base
+        if shape.keeps_raw:
+            base = base + shape.scores_bytes + shape.between_bytes
+        return Scores(base, shape, self.place.lane)
+
     def vectors(self, words: list[list[Uint32]], decay_rows: list[Any]) -> Vectors:
         """Blocks of queries or keys that `load_block` loaded."""
         return Vectors(self.tile, self.key.activation_dtype, words, decay_rows, self.memory.staging, self.place.lane)
 
     def probes(self, loaded: list[list[list[Uint32]]]) -> Vectors:
         """What `load_probes` loaded; where channels decay by themselves, decayed since the window."""
-        last = self.shape.tokens - 1
-        tokens = [b * 8 + self.place.lane // 4 for b in range(self.shape.token_blocks)]
+        last, tokens = self.shape.tokens - 1, self.probe_tokens
         rows = [self.tile.padded_window + 1 + select(t < last, t, Int32(last)) for t in tokens]
         return self.vectors([words for probe in loaded for words in probe], rows * self.shape.probes)
 
@@ -111,6 +226,13 @@ class Cta:
         """The probes as the state meets them, where channels decay by themselves."""
         base = self.scores.base + self.shape.scores_bytes + self.shape.between_bytes
         return StagedVectors(base, self.tile, self.shape.probe_blocks, self.place.lane)
+
+    @property
+    def probe_tokens(self) -> list[Any]:
+        """The token whose part this lane has in each block of probes; every lane that of the only one."""
+        if self.shape.tokens == 1:
+            return [Int32(0)]
+        return [b * 8 + self.place.lane // 4 for b in range(self.shape.token_blocks)]
 
     def own(self, first: int) -> list[Any]:
         """The four of 16 vectors from `first` on whose elements this lane has on the left side of a product."""
@@ -126,17 +248,17 @@ class Cta:
 
     @property
     def first_channel(self) -> Any:
-        """The first of this lane's channels of V; the others are `Channels.ahead` of it."""
-        return self.place.first_row + self.channels[0].first
+        """The first of this lane's channels of V that a load or store begins with."""
+        return self.place.first_row + (self.lone if self.shape.tokens == 1 else self.channels).first
 
     def input_place(self, tensor: cute.Tensor, token: Any, *index: Any) -> Int64:
         """Where a token's part of an input or the output begins."""
         return address(tensor, SIZE_BYTES[self.key.activation_dtype], self.place.row, self.token_at(token), *index)
 
-    def value_place(self, cursor: RowCursor, record: Any) -> Int64:
-        """Where the first of this lane's channels of a record is, or goes, in the value ring."""
+    def value_place(self, cursor: RowCursor, record: Any, channel: Any) -> Int64:
+        """Where a channel of a record is, or goes, in the value ring."""
         size, physical = SIZE_BYTES[self.key.record_dtype], cursor.physical(record)
-        return address(self.tensors.pool.value, size, cursor.slot, self.place.head, physical, self.first_channel)
+        return address(self.tensors.pool.value, size, cursor.slot, self.place.head, physical, channel)
 
     def key_place(self, cursor: RowCursor, record: Any) -> Int64:
         """The same for a record's key."""
@@ -144,25 +266,25 @@ class Cta:
         return address(self.tensors.pool.key, size, cursor.slot, self.place.group, physical)
 
 
-def load_pair(part: Channels, valid: Any, first: Any, dtype: str) -> list[Uint32]:
-    """The words of two neighbouring channels, where the lane's first are at address `first`."""
-    size = SIZE_BYTES[dtype]
-    return load_words_if(valid, first, size // 2, offset=part.ahead * size)
-
-
-def store_pair(part: Channels, valid: Any, first: Any, words: list[Any]) -> None:
-    """Write the words of two channels likewise."""
-    store_words_if(part.inside * valid, first, words, offset=part.ahead * 2 * len(words))
-
-
 def load_probes(cta: Cta) -> list[list[list[Uint32]]]:
     """By probe and block of tokens, this lane's words of its vector."""
     policy, place, inputs = cta.policy, cta.place, cta.tensors.inputs
-    tokens = [b * 8 + place.lane // 4 for b in range(cta.shape.token_blocks)]
     return [
-        [load_block(cta.input_place(tensor, t, place.group), cta.is_token(t), place.lane, cta.tile) for t in tokens]
+        [
+            load_block(cta.input_place(tensor, t, place.group), cta.is_token(t), place.lane, cta.tile)
+            for t in cta.probe_tokens
+        ]
         for tensor in (policy.query(inputs), policy.key(inputs))[: cta.shape.probes]
     ]
+
+
+def probe_factors(cta: Cta, probes: list[list[list[Uint32]]]) -> list[list[Any]]:
+    """By probe and block of tokens, what this lane's vector is multiplied by."""
+    if cta.shape.probes == 1:
+        return [[Float32(1.0)] * cta.shape.token_blocks]
+    words = [[unpack(block, cta.key.activation_dtype) for block in probe] for probe in probes]
+    of_blocks = [cta.policy.factors(query, key, QUAD) for query, key in zip(*words, strict=True)]
+    return [list(of_probe) for of_probe in zip(*of_blocks, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -193,61 +315,48 @@ class TokenChannel:
 
 
 @dataclass(frozen=True)
-class DraftLoads:
-    """Loads that need neither slot nor cursor.
+class HeadLoads:
+    """Loads of a head that need neither slot nor cursor.
 
     Args:
         gate: what `Recurrence.load_token` loaded for the token of this lane; the first one's where there is none.
-        probes: by probe and block of tokens, this lane's words of its vector.
-        values: for each 16 rows of the warp, the words of this lane's channels of its tokens (`Cta.own`); empty under
-            a delta rule.
+        values: of each token of this lane (`Cta.own`) what `Channels.load` loaded of its value; empty under a delta rule.
+        epilogues: the same of the epilogue's input, empty where there is none. One token's are the floats of
+            `LoneChannels.load`, and so are its values.
         channels: for each channel of K that this thread has, and each token, what its decay needs, its query and key;
             empty where one decay is all.
-        epilogues: for each 16 rows and each block of tokens, what `load_epilogue` loaded for channel and token, channel
-            and next token, next channel and token, next channel and next token.
     """
 
     gate: tuple[Any, ...]
-    probes: list[list[list[Uint32]]]
-    values: list[list[list[Uint32]]]
+    values: list[Any]
+    epilogues: list[Any]
     channels: list[list[TokenChannel]]
-    epilogues: list[list[list[Any]]]
 
     @classmethod
-    def start(cls, cta: Cta) -> DraftLoads:
+    def start(cls, cta: Cta) -> HeadLoads:
         policy, shape, place, inputs = cta.policy, cta.shape, cta.place, cta.tensors.inputs
         own = select(place.lane < cta.num_tokens, place.lane, Int32(0))
         gate = policy.load_token(inputs, cta.tensors.parameters, place.row, cta.token_at(own), place.head)
-        probes = load_probes(cta)
-        values, epilogues, row, head = [], [], place.row, place.head
-        for part in cta.channels:
-            channel = place.first_row + part.first
-            own_tokens = cta.own(0)[: 2 * shape.token_blocks]
-            inside = [part.inside * cta.is_token(t) for t in own_tokens]
-            words = []
-            for t, valid in zip([] if policy.value_needs_state else own_tokens, inside, strict=False):
-                where = cta.input_place(policy.value(inputs), t, place.head, cta.first_channel)
-                words.append(load_pair(part, valid, where, cta.key.activation_dtype))
-            values.append(words)
-            epilogues.append(
-                [
-                    [
-                        policy.load_epilogue(inputs, row, cta.token_at(own_tokens[i]), head, channel + c, inside[i])
-                        for c in (0, 1)
-                        for i in (2 * b, 2 * b + 1)
-                    ]
-                    for b in range(shape.token_blocks)
-                ]
-            )
+
+        def of_tokens(tensor: cute.Tensor | None) -> list[Any]:
+            tokens = [] if tensor is None else cta.own(0)[: 2 * shape.token_blocks] if shape.tokens > 1 else [Int32(0)]
+            having = cta.channels if shape.tokens > 1 else cta.lone
+            where = [cta.input_place(tensor, t, place.head, cta.first_channel) for t in tokens]
+            return [
+                having.load(cta.is_token(t), w, cta.key.activation_dtype) for t, w in zip(tokens, where, strict=True)
+            ]
+
+        values = of_tokens(None if policy.value_needs_state else policy.value(inputs))
+        epilogues = of_tokens(policy.epilogue_input(inputs))
         channels = []
         if isinstance(policy, Kda):
             for own_channel in own_channels(cta.tile, place.thread):
                 channels.append([TokenChannel.load(cta, policy, t, own_channel) for t in range(shape.tokens)])
-        return cls(gate, probes, values, channels, epilogues)
+        return cls(gate, values, epilogues, channels)
 
 
-def _load_keys(cta: Cta, cursor: RowCursor) -> list[list[Uint32]]:
-    """`WindowLoads.keys`."""
+def load_keys(cta: Cta, cursor: RowCursor) -> list[list[Uint32]]:
+    """Of each block of records that this warp scores, this lane's words of its key."""
     shape, place, key_of = cta.shape, cta.place, cta.policy.key
     keys = []
     for step in range(-(-shape.record_blocks // shape.warps)):
@@ -260,67 +369,43 @@ def _load_keys(cta: Cta, cursor: RowCursor) -> list[list[Uint32]]:
     return keys
 
 
-def _load_values(cta: Cta, cursor: RowCursor) -> tuple[list[list[list[list[Uint32]]]], list[CodeScales]]:
-    """`WindowLoads.values` and `WindowLoads.scales`."""
-    shape, place = cta.shape, cta.place
-    values = [
-        [
-            [
-                load_pair(
-                    part,
-                    part.inside * Int32(record < cursor.count),
-                    cta.value_place(cursor, record),
-                    cta.key.record_dtype,
-                )
-                for record in cta.own(first)
-            ]
-            for first in range(0, shape.window_columns, 16)
-        ]
-        for part in cta.channels
-    ]
-    scales = []
-    if cta.key.read_dtype in SCALED:
-        places, first = CopyPlaces.of(cta.tensors.pool.copy, cursor.slot), place.head * cta.key.head_dim
-        for part in cta.channels:
-            fits = cta.tile.rows % (ROW_BLOCK * cta.tile.warps) == 0
-            row = part.first - part.ahead if fits else select(part.inside != 0, part.first, place.lane // 4 * 2)
-            row, ahead = first + place.first_row + row, part.ahead if fits else 0
-            scales.append(CodeScales.load(cta.copy_shape, cta.tile, places, row, ahead, place.lane % 4))
-    return values, scales
-
-
 @dataclass(frozen=True)
 class WindowLoads:
-    """Loads that need the cursor.
+    """Loads of a head that need the cursor.
 
     Args:
         decays: decay records of the window, by lane or by channel.
-        keys: of each block of records that this warp scores, this lane's words of its key.
-        values: for each 16 rows of the warp, and each 16 records, the words of this lane's channels of its four.
-        scales: for each 16 rows of the warp, of a read copy whose codes have any; else empty.
-        zero: what scores start from, so that none is computed before all loads are under way (Super, batch 256, H200,
-            2026-11-30: T = 2 281 -> 266 us, T = 4 306 -> 274, T = 8 302 -> 285). Where channels decay by themselves
-            much is computed before any score, and a barrier costs more than it brings (GLM-5.3-Flash, T = 8: 513 and
-            522 us).
+        values: of each product of 16 rows, and each 16 records, the words of this lane's channels of its four.
+        scales: of this lane's rows of a read copy whose codes have any.
     """
 
     decays: LaneRecords | ChannelRecords
-    keys: list[list[Uint32]]
     values: list[list[list[list[Uint32]]]]
-    scales: list[CodeScales]
-    zero: Float32
+    scales: CodeScales | None
 
     @classmethod
     def start(cls, cta: Cta, cursor: RowCursor) -> WindowLoads:
-        place = cta.place
+        place, key = cta.place, cta.key
         decays: LaneRecords | ChannelRecords
         if cta.tile.channels:
-            decays = ChannelRecords.load(cta.tensors.pool.decay, cta.key.decay_dtype, cta.tile, place, cursor)
+            decays = ChannelRecords.load(cta.tensors.pool.decay, key.decay_dtype, cta.tile, place, cursor)
         else:
-            decays = LaneRecords.load(cta.tensors.pool, cta.key, place, cursor)
-        keys = _load_keys(cta, cursor)
-        values, scales = _load_values(cta, cursor)
-        return cls(decays, keys, values, scales, Float32(0.0) if cta.tile.channels else barrier_of_zero())
+            decays = LaneRecords.load(cta.tensors.pool, key, place, cursor)
+        values: list[Any] = [[] for _ in cta.channels.inside]
+        for first in range(0, cta.shape.window_columns, ROW_BLOCK):
+            records = []
+            for record in cta.own(first):
+                where = cta.value_place(cursor, record, place.first_row + cta.channels.first)
+                records.append(cta.channels.load(Int32(record < cursor.count), where, key.record_dtype))
+            for of_product, words in zip(values, zip(*records, strict=True), strict=True):
+                of_product.append(list(words))
+        scales = None
+        if key.read_dtype in SCALED:
+            head = place.head * key.head_dim + place.first_row
+            rows = [(head + row, ahead) for row, ahead in cta.channels.pairs]
+            places = CopyPlaces.of(cta.tensors.pool.copy, cursor.slot)
+            scales = CodeScales.load(cta.copy_shape, cta.tile, places, rows, place.lane % 4)
+        return cls(decays, values, scales)
 
 
 @dataclass(frozen=True)
@@ -330,7 +415,7 @@ class Draft:
     Args:
         gate: of this lane's token.
         decays: see there.
-        factors: by probe and block of tokens, what this lane's vector is multiplied by.
+        factors: what `probe_factors` found.
         lane: this lane.
     """
 
@@ -340,23 +425,20 @@ class Draft:
     lane: Int32
 
     @classmethod
-    def of(cls, cta: Cta, early: DraftLoads, records: LaneRecords | ChannelRecords) -> Draft:
+    def of(cls, cta: Cta, early: HeadLoads, records: LaneRecords | ChannelRecords, factors: list[list[Any]]) -> Draft:
         policy, shape, lane = cta.policy, cta.shape, cta.place.lane
         gate = policy.gate(early.gate)
         log2 = Float32(0.0)
         if isinstance(records, LaneRecords):
-            log2 = select(lane < shape.tokens, gate.rate * gate.record, log2)
+            log2 = gate.rate * gate.record
+            if shape.tokens > 1:
+                log2 = select(lane < shape.tokens, log2, Float32(0.0))
         decays = DraftDecays(
             log2=log2,
             since_window=exp2(prefix_sums(log2, lane, shape.tokens)),
             records=LaneDecays.of(policy, gate.rate, records, lane, shape.window),
             token_weight=policy.weight(gate.record),
         )
-        factors: list[list[Any]] = [[Float32(1.0)] * shape.token_blocks]
-        if shape.probes == 2:
-            words = [[unpack(block, cta.key.activation_dtype) for block in probe] for probe in early.probes]
-            of_blocks = [policy.factors(query, key, QUAD) for query, key in zip(*words, strict=True)]
-            factors = [list(of_probe) for of_probe in zip(*of_blocks, strict=True)]
         return cls(gate, decays, factors, lane)
 
     def row_factors(self) -> list[Any]:

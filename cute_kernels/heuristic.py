@@ -26,7 +26,7 @@ MOST_LARGE_CTAS = 2
 def smem_bytes(key: StepKey) -> int:
     """Shared memory of a CTA, and some for alignment."""
     tile = Tile.of(key)
-    return tile.smem_bytes + (DraftShape.of(key).staging_bytes(tile) - tile.staging_bytes if key.drafts else 0)
+    return (key.config.heads - 1) * tile.bytes + tile.smem_bytes + (DraftShape.of(key).staging_bytes(tile) - tile.staging_bytes if key.drafts else 0)
 
 
 def room(key: StepKey) -> int:
@@ -51,6 +51,10 @@ def invalid_reason(key: StepKey, arch: Arch) -> str | None:
         return f"split: {key.head_dim} rows do not split into {config.split} parts of whole {ROW_BLOCK}s"
     if tile.rows % tile.fold_rows or (not key.drafts and tile.rows % tile.readout_rows):
         return f"warps: {tile.rows} rows are not a multiple of those that {config.warps} warps take at once"
+    if config.heads < 1 or (key.num_v_heads // key.num_k_heads) % config.heads:
+        return f"heads: {key.num_v_heads // key.num_k_heads} of a key head do not go by {config.heads}"
+    if config.heads > 1 and (config.split > 1 or key.read_dtype is None):
+        return f"heads: supported is 1 where heads are split or no copy is read, got {config.heads}"
     if config.precision not in TERMS:
         return f"precision: supported are {', '.join(TERMS)}, got {config.precision}"
     needed = smem_bytes(key)

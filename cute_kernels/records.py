@@ -27,7 +27,7 @@ from cute_kernels.replay.decay import decay_to_end
 from cute_kernels.replay.delta import columns
 from cute_kernels.replay.fold import FoldStage, FoldStatics, fold_tile, stage_record
 from cute_kernels.replay.readout import ROW_LANES, OutputRows
-from cute_kernels.replay.window import LoadedRecord, Place, address, copy_row, load_key, load_values
+from cute_kernels.replay.window import LoadedRecord, Place, address, copy_row, load_key, load_scalar_if, load_values
 
 
 def policy_of(key: StepKey) -> Recurrence:
@@ -209,6 +209,14 @@ def unpacked_probes(loaded: list[list[list[Uint32]]], key: StepKey) -> list[list
     return [[[x * factor for x in vector] for vector in probe] for probe, factor in zip(probes, factors, strict=True)]
 
 
+def load_epilogue(inputs: Any, key: StepKey, place: Place, channel: Any, inside: Any) -> Any:
+    """One channel of the epilogue's input for the row's only token, None where there is none."""
+    tensor, dtype = policy_of(key).epilogue_input(inputs), key.activation_dtype
+    if tensor is None:
+        return None
+    return load_scalar_if(inside, address(tensor, SIZE_BYTES[dtype], place.row, 0, place.head, channel), dtype)
+
+
 @dataclass(frozen=True)
 class TokenLoads:
     """Loads that need neither slot nor cursor, under way while those are fetched.
@@ -217,7 +225,7 @@ class TokenLoads:
         token: what `Recurrence.load_token` loaded.
         probes: this thread's vectors of the query, and of the key where the state meets it too, packed.
         outputs: the rows that this thread writes if the row only reads.
-        epilogues: what `Recurrence.load_epilogue` loaded for each of them.
+        epilogues: what `load_epilogue` loaded for each of them.
         channels: for each channel of K that this thread has, what its decay needs; empty where one decay is all.
     """
 
@@ -236,7 +244,7 @@ class TokenLoads:
         probes = load_probes(inputs, key, place)
         outputs = OutputRows.of(Tile.of(key), place.lane, place.warp)
         epilogues = [
-            policy.load_epilogue(inputs, place.row, 0, place.head, place.first_row + row, inside)
+            load_epilogue(inputs, key, place, place.first_row + row, inside)
             for row, inside in zip(outputs.rows, outputs.inside, strict=True)
         ]
         channels = []

@@ -59,6 +59,7 @@ from cute_kernels.records import (
     append_folded_record,
     append_record,
     leads_group,
+    load_epilogue,
     policy_of,
     stage_channels,
     unpacked_probes,
@@ -189,7 +190,7 @@ def fold_row(tensors: StepTensors, key: StepKey, place: Place, loads: RowLoads, 
     channel = place.first_row + place.thread
     value_at = address(policy.value(tensors.inputs), size, place.row, 0, head, channel)
     token_value = load_scalar_if(inside, value_at, key.activation_dtype)
-    epilogue = policy.epilogue(policy.load_epilogue(tensors.inputs, place.row, 0, head, channel, inside))
+    epilogue = policy.epilogue(load_epilogue(tensors.inputs, key, place, channel, inside))
     local_row = select(inside != 0, place.thread, Int32(0))
     products = [load_shared_floats(product_at(stage, tile, local_row, p), 1, 4)[0] for p in range(tile.probes)]
     if policy.value_needs_state:
@@ -329,7 +330,7 @@ def step_launch(
     else:
         prepared = step_kernel(compact(tensors), pad_slot, key)
     prepared.launch(
-        grid=[key.num_v_heads * key.config.split, cute.size(rows.cache_indices), 1],
+        grid=[key.num_v_heads // key.config.heads * key.config.split, cute.size(rows.cache_indices), 1],
         block=[Tile.of(key).threads, 1, 1],
         **_limits(key.config),
         stream=stream,

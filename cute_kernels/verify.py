@@ -16,7 +16,9 @@ The committed records are read the same way whether a row folds or not, and an a
 
 from __future__ import annotations
 
-from dataclasses import replace
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
@@ -25,75 +27,161 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
 from cute_kernels.args import StepTensors
 from cute_kernels.configs import SIZE_BYTES, DraftShape, Tile
-from cute_kernels.drafts import Channels, Cta, Draft, DraftLoads, WindowLoads, load_probes, store_pair
+from cute_kernels.drafts import (
+    LONE_LANES,
+    Channels,
+    Cta,
+    Draft,
+    HeadLoads,
+    WindowLoads,
+    load_keys,
+    load_probes,
+    probe_factors,
+)
 from cute_kernels.primitives.arithmetic import LOG2_E, at_most, exp2, select
 from cute_kernels.primitives.bulk import bulk_init, bulk_load, bulk_wait
-from cute_kernels.primitives.control import when
+from cute_kernels.primitives.control import barrier_of_zero, when
 from cute_kernels.primitives.convert import pack, unpack
-from cute_kernels.primitives.memory import EVICT_FIRST, EVICT_NORMAL, store_words_if
-from cute_kernels.primitives.mma import Fragment, float_fragment, lower_halves, multiply, upper_halves
-from cute_kernels.primitives.reduce import broadcast
-from cute_kernels.records import TileMemory, fold_records, leads_group
+from cute_kernels.primitives.memory import EVICT_FIRST, EVICT_NORMAL, load_shared_floats, store_words_if
+from cute_kernels.primitives.mma import Fragment, float_fragment, lower_halves, mma_bf16, multiply, upper_halves
+from cute_kernels.primitives.reduce import broadcast, transposing_sum
+from cute_kernels.records import LaneDecays, LaneRecords, TileMemory, fold_records, leads_group
 from cute_kernels.recurrences.base import Gate
 from cute_kernels.replay.channels import own_channels
-from cute_kernels.replay.codes import PROBE_SCALE, SCALED_PROBES
+from cute_kernels.replay.codes import PROBE_SCALE, scales_probes
 from cute_kernels.replay.cursor import RowCursor, is_padding, load_force, load_slot, load_span
-from cute_kernels.replay.draft import read_state, score_block
+from cute_kernels.replay.delta import correction
+from cute_kernels.replay.draft import StateRows, score_block
 from cute_kernels.replay.quant import TILE_ROWS, CopyPlaces, clear_scales, encode_rows
 from cute_kernels.replay.window import Place, address, store_scalar_if
 
 
-def score_records(cta: Cta, cursor: RowCursor, early: DraftLoads, loads: WindowLoads, draft: Draft) -> None:
-    """Score this warp's blocks of records with every probe, and append the keys of tokens among them."""
-    shape, scores, factors = cta.shape, cta.scores, draft.row_factors()
-    pairs = [list(range(b, min(b + 2, shape.probe_blocks))) for b in range(0, shape.probe_blocks, 2)]
-    first = cta.place.warp * 8 + cta.place.lane // 4
-    records = [first + 8 * shape.warps * step for step in range(len(loads.keys))]
-    keys = cta.vectors(loads.keys, [select(r < shape.window_columns, r, Int32(0)) for r in records])
-    for step, words in enumerate(loads.keys):
-        block = cta.place.warp + shape.warps * step - shape.window_columns // 8
-        chosen = [[factors[b] for b in pair] for pair in pairs]
+@dataclass(frozen=True)
+class Scoring:
+    """The blocks of records that a warp scores, and what it makes of the scores.
 
-        def store_window(step: int = step, chosen: list[Any] = chosen) -> None:
+    Args:
+        probes: what `load_probes` loaded.
+        factors: what `probe_factors` found.
+    """
+
+    cta: Cta
+    cursor: RowCursor
+    probes: list[list[list[Uint32]]]
+    factors: list[list[Any]]
+
+    @property
+    def pairs(self) -> list[list[int]]:
+        """The probe blocks that are scored together."""
+        blocks = self.cta.shape.probe_blocks
+        return [list(range(b, min(b + 2, blocks))) for b in range(0, blocks, 2)]
+
+    def each_block(self, of_window: Callable[[int], None], of_tokens: Callable[[int, Any], None]) -> None:
+        """Call one of the two, with the step and the block of tokens, for each block of records of this warp."""
+        shape, warp = self.cta.shape, self.cta.place.warp
+        for step in range(-(-shape.record_blocks // shape.warps)):
+            block = warp + shape.warps * step - shape.window_columns // 8
+            group = (block + shape.window_columns // 8) // 2  # a window of one group is always scored
+            scored = Boolean(True)
+            if shape.window_columns > 16:
+                scored = (group * 16 < self.cursor.count) | (group == 0)
+            when((block < 0) & scored, functools.partial(of_window, step))
+            when((block >= 0) & (block < shape.token_blocks), functools.partial(of_tokens, step, block))
+
+    def column(self, step: int) -> Any:
+        """The first of the two columns of the scores that this lane has in a block."""
+        return (self.cta.place.warp + self.cta.shape.warps * step) * 8 + self.cta.place.lane % 4 * 2
+
+    def score(self, keys: list[list[Uint32]], zero: Any, draft: Draft | None) -> None:
+        """Score the records with every probe, append the keys of tokens among them, and weigh them unless `draft`,
+        which says how, is None.
+
+        `zero` is what sums start from.
+        """
+        cta, shape = self.cta, self.cta.shape
+        first = cta.place.warp * 8 + cta.place.lane // 4
+        rows = [first + 8 * shape.warps * step for step in range(len(keys))]
+        vectors = cta.vectors(keys, [select(r < shape.window_columns, r, Int32(0)) for r in rows])
+
+        def raw(probes: Any, pair: list[int], step: int) -> list[Float32]:
+            return score_block(probes, pair, vectors, step, cta.terms, zero)
+
+        def of_window(step: int) -> None:
             # Few warps score the window: where channels decay, so many registers are better spent otherwise.
-            probes = cta.probes(load_probes(cta) if shape.channels and shape.token_blocks > 1 else early.probes)
-            for pair, factor in zip(pairs, chosen, strict=True):
-                raw = score_block(probes, pair, keys, step, cta.terms, loads.zero)
-                scores.store_window(pair, raw, step, factor, draft.decays, cta.place.warp)
+            probes = cta.probes(load_probes(cta) if shape.channels and shape.token_blocks > 1 else self.probes)
+            for pair in self.pairs:
+                self.keep_window(step, pair, raw(probes, pair, step), draft)
 
-        def store_tokens(
-            step: int = step, block: Any = block, chosen: list[Any] = chosen, words: list[Any] = words
-        ) -> None:
-            weights, key_factor = start_tokens(cta, draft, block)
-            for pair, factor in zip(pairs, chosen, strict=True):
-                if shape.channels:
-                    raw = scores.load_sums(pair, block)
-                else:
-                    raw = score_block(cta.probes(early.probes), pair, keys, step, cta.terms, loads.zero)
-                scores.store_tokens(block, pair, raw, factor, weights, draft.gate.skip)
-            append_key(cta, cursor, block * 8 + cta.place.lane // 4, words, key_factor)
+        def of_tokens(step: int, block: Any) -> None:
+            weights = None if draft is None else self.start_tokens(draft, block)
+            for pair in self.pairs:
+                found = (
+                    cta.scores.load_sums(pair, block) if shape.channels else raw(cta.probes(self.probes), pair, step)
+                )
+                self.keep_tokens(step, block, pair, found, draft, weights)
+            append_key(cta, self.cursor, block * 8 + cta.place.lane // 4, keys[step], self.key_factor(block))
 
-        group = (block + shape.window_columns // 8) // 2  # a window of one group is always scored
-        live = (group * 16 < cursor.count) | (group == 0) if shape.window_columns > 16 else Boolean(True)
-        when((block < 0) & live, store_window)
-        when((block >= 0) & (block < shape.token_blocks), store_tokens)
+        self.each_block(of_window, of_tokens)
+
+    def weigh(self, draft: Draft) -> None:
+        """Weigh what `score` left as it was."""
+        raw = self.cta.raw_scores
+
+        def of_window(step: int) -> None:
+            for pair in self.pairs:
+                self.keep_window(step, pair, raw.load_pairs(pair, self.column(step)), draft)
+
+        def of_tokens(step: int, block: Any) -> None:
+            weights = self.start_tokens(draft, block)
+            for pair in self.pairs:
+                self.keep_tokens(step, block, pair, raw.load_pairs(pair, self.column(step)), draft, weights)
+
+        self.each_block(of_window, of_tokens)
+
+    def keep_window(self, step: int, pair: list[int], raw: list[Any], draft: Draft | None) -> None:
+        if draft is None:
+            self.keep(step, pair, raw)
+            return
+        factors = draft.row_factors()
+        self.cta.scores.store_window(pair, raw, step, [factors[b] for b in pair], draft.decays, self.cta.place.warp)
+
+    def keep_tokens(
+        self, step: int, block: Any, pair: list[int], raw: list[Any], draft: Draft | None, weights: list[Any] | None
+    ) -> None:
+        if draft is None or weights is None:
+            self.keep(step, pair, raw)
+            return
+        factors = draft.row_factors()
+        self.cta.scores.store_tokens(block, pair, raw, [factors[b] for b in pair], weights, draft.gate.skip)
+
+    def keep(self, step: int, pair: list[int], raw: list[Any]) -> None:
+        """Store scores as they are."""
+        for i, block in enumerate(pair):
+            self.cta.raw_scores.store_pair(block, self.column(step), raw[2 * i : 2 * i + 2])
+
+    def key_factor(self, block: Any) -> Any:
+        """The factor of this lane's key of a block of tokens."""
+        if self.cta.shape.probes == 1:
+            return Float32(1.0)
+        factor = self.factors[1][0]
+        for b in range(1, self.cta.shape.token_blocks):
+            factor = select(block == b, self.factors[1][b], factor)
+        return factor
+
+    def start_tokens(self, draft: Draft, block: Any) -> list[Any]:
+        """Store the decays between tokens; weights of this lane's two tokens of a block."""
+        cta = self.cta
+        if not cta.shape.channels:
+            cta.scores.store_decays(block, draft.decays)
+            cute.arch.sync_warp()
+        weights = draft.in_columns(draft.decays.token_weight, block)
+        if cta.shape.probes == 1:
+            return weights
+        factor = self.key_factor(block)
+        return [w * broadcast(factor, cta.place.lane % 4 * 8 + 4 * e) for e, w in enumerate(weights)]
 
 
-def start_tokens(cta: Cta, draft: Draft, block: Any) -> tuple[list[Any], Any]:
-    """Store the decays between tokens; weights of this lane's two tokens of a block, and the factor of its key."""
-    if not cta.shape.channels:
-        cta.scores.store_decays(block, draft.decays)
-        cute.arch.sync_warp()
-    weights = draft.in_columns(draft.decays.token_weight, block)
-    if cta.shape.probes == 1:
-        return weights, Float32(1.0)
-    factor = draft.factors[1][0]
-    for b in range(1, cta.shape.token_blocks):
-        factor = select(block == b, draft.factors[1][b], factor)
-    return [w * broadcast(factor, cta.place.lane % 4 * 8 + 4 * e) for e, w in enumerate(weights)], factor
-
-
-def stage_channels(cta: Cta, cursor: RowCursor, early: DraftLoads, records: Any) -> None:
+def stage_channels(cta: Cta, cursor: RowCursor, early: HeadLoads, records: Any) -> None:
     """Stage the decays by channel, append the tokens', and sum the tokens' scores with each other over channels."""
     policy: Any = cta.policy
     place, tokens = cta.place, cta.shape.tokens
@@ -116,10 +204,12 @@ def stage_channels(cta: Cta, cursor: RowCursor, early: DraftLoads, records: Any)
         cta.scores.store_sums(later, sums, place.warp)
 
 
-def stage_probes(cta: Cta, early: DraftLoads, decays: list[list[Any]], records: Any) -> None:
+def stage_probes(cta: Cta, early: HeadLoads, decays: list[list[Any]], records: Any) -> None:
     """Stage this thread's channels of every probe, decayed since the start of the window; zeros where no token is."""
-    shape, staged, apart = cta.shape, cta.staged, cta.shape.token_blocks * 8
-    scale = Float32(PROBE_SCALE if cta.key.read_dtype in SCALED_PROBES else 1.0)
+    shape, staged = cta.shape, cta.staged
+    apart = shape.token_blocks * staged.of_block
+    scaled = scales_probes(cta.key.read_dtype or "", lone=shape.tokens == 1)
+    scale = Float32(PROBE_SCALE if scaled else 1.0)
     for own, words, channel, of_channel in zip(
         own_channels(cta.tile, cta.place.thread), records.words, early.channels, decays, strict=True
     ):
@@ -172,96 +262,151 @@ def value_fragments(words: list[list[Uint32]], dtype: str, terms: int) -> tuple[
     return upper, lower
 
 
-def read_rows(cta: Cta, cursor: RowCursor, early: DraftLoads, loads: WindowLoads, draft: Draft) -> None:
+def read_rows(cta: Cta, cursor: RowCursor, early: HeadLoads, loads: WindowLoads, draft: Draft, probes: Any) -> None:
     """This warp's rows of all outputs, and of the tokens' values."""
     shape, scores, terms = cta.shape, cta.scores, cta.terms
     factors = draft.column_factors()
-    rows = [select(part.inside != 0, part.first - cta.place.lane // 4 * 2, Int32(0)) for part in cta.channels]
-    probes = cta.staged if shape.channels else cta.probes(early.probes)
-    dtype = cta.key.read_dtype or cta.key.checkpoint_dtype
-    products = read_state(dtype, cta.memory.state, rows, probes, terms, loads.scales)
+    products = state_rows(cta, loads).products(probes, terms)
     for readouts in products:
         for b, of_block in enumerate(readouts):
             readouts[b] = [x * factors[b][j % 2] for j, x in enumerate(of_block)]
     products = add_window(cta, cursor, loads, products)
-    for i, (part, readouts) in enumerate(zip(cta.channels, products, strict=True)):
-        epilogues = [[cta.policy.epilogue(x) for x in block] for block in early.epilogues[i]]
+    tokens = cta.own(0)[: 2 * shape.token_blocks]
+    made: list[Any] = [[] for _ in tokens]
+    appended: list[Any] = [[] for _ in tokens]
+    for i, readouts in enumerate(products):
+        epilogues = [[cta.policy.epilogue(None)] * 2 for _ in tokens]
+        if early.epilogues:
+            loaded = [unpack(of_token[i], cta.key.activation_dtype) for of_token in early.epilogues]
+            epilogues = [[cta.policy.epilogue(x) for x in pair] for pair in loaded]
         if cta.policy.value_needs_state:
-            blocks = shape.token_blocks
             right = []
-            for b in range(blocks):
+            for b in range(shape.token_blocks):
                 strengths = draft.in_columns(draft.gate.strength, b)
-                right.append([strengths[j % 2] * epilogues[b][j] - readouts[blocks + b][j] for j in range(4)])
-            records, outputs = scores.solve(right, readouts[:blocks])
-            append_values(cta, cursor, part, records)
+                of_keys = readouts[shape.token_blocks + b]
+                right.append([strengths[j % 2] * epilogues[2 * b + j % 2][j // 2] - of_keys[j] for j in range(4)])
+            records, outputs = scores.solve(right, readouts[: shape.token_blocks])
+            for n in range(len(tokens)):
+                appended[n].append(pack([records[n // 2][n % 2 + 2 * c] for c in (0, 1)], cta.key.record_dtype))
         else:
-            outputs = add_tokens(cta, cursor, part, early.values[i], readouts)
-        write_outputs(cta, part, outputs, epilogues)
+            outputs = add_tokens(cta, [of_token[i] for of_token in early.values], readouts)
+        for n in range(len(tokens)):
+            pair = [cta.policy.finish(outputs[n // 2][n % 2 + 2 * c], epilogues[n][c]) for c in (0, 1)]
+            made[n].append(pack(pair, cta.key.activation_dtype))
+    channel = cta.place.first_row + cta.channels.first
+    for n, token in enumerate(tokens):
+        record = appended[n] if cta.policy.value_needs_state else early.values[n]
+        cta.channels.store(cta.is_token(token), cta.value_place(cursor, cursor.count + token, channel), record)
+        where = cta.input_place(cta.tensors.out, token, cta.place.head, channel)
+        cta.channels.store(cta.is_token(token), where, made[n])
 
 
-def add_window(cta: Cta, cursor: RowCursor, loads: WindowLoads, products: list[Any]) -> list[Any]:
-    """The products, [16 rows][probe block][4], with the window's part; records behind the last 16 live ones are left
-    out (which scores of them are not made)."""
+def state_rows(cta: Cta, loads: WindowLoads) -> StateRows:
+    """This lane's rows of the tile."""
+    dtype = cta.key.read_dtype or cta.key.checkpoint_dtype
+    return StateRows(dtype, cta.tile, cta.memory.state, cta.channels.pairs, loads.scales, cta.place.lane)
 
-    def added(group: int, products: list[Any]) -> list[Any]:
-        window = [cta.scores.load(b, 16 * group, cta.terms) for b in range(cta.shape.probe_blocks)]
-        sums = []
-        for values, readouts in zip(loads.values, products, strict=True):
-            upper, lower = value_fragments(values[group], cta.key.record_dtype, cta.terms)
-            sums.append(
-                [multiply(x, upper, lower, scores, cta.terms) for x, scores in zip(readouts, window, strict=True)]
-            )
-        return sums
 
-    products = added(0, products)
+def over_window(
+    cta: Cta, cursor: RowCursor, sums: list[Any], added: Callable[[int, list[Any]], list[Any]]
+) -> list[Any]:
+    """What `added` makes of the sums, 16 records after 16; records behind the last 16 live ones are left out (which
+    scores of them are not made)."""
+    sums = added(0, sums)
     if cta.shape.window_columns == 16:
-        return products
-    places = [(i, b, j) for i, x in enumerate(products) for b in range(len(x)) for j in range(4)]
-    held = cute.make_rmem_tensor((len(places),), Float32)
+        return sums
+    held = cute.make_rmem_tensor((len(sums),), Float32)
 
-    def hold(products: list[Any]) -> None:
-        for n, (i, b, j) in enumerate(places):
-            held[n] = products[i][b][j]
+    def hold(sums: list[Any]) -> None:
+        for n, x in enumerate(sums):
+            held[n] = x
 
     def taken() -> list[Any]:
-        sums = iter([held[n] for n in range(len(places))])
-        return [[[next(sums) for _ in range(4)] for _ in readouts] for readouts in products]
+        return [held[n] for n in range(len(sums))]
 
-    hold(products)
+    hold(sums)
     for group in range(1, cta.shape.window_columns // 16):
         when(cursor.count > 16 * group, lambda group=group: hold(added(group, taken())))
     return taken()
 
 
-def add_tokens(
-    cta: Cta, cursor: RowCursor, part: Channels, words: list[list[Uint32]], readouts: list[list[Any]]
-) -> list[list[Any]]:
-    """Outputs with what the tokens' own values add, which are inputs; appends those."""
+def add_window(cta: Cta, cursor: RowCursor, loads: WindowLoads, products: list[Any]) -> list[Any]:
+    """The products, [16 rows][probe block][4], with the window's part."""
+    blocks = cta.shape.probe_blocks
+
+    def added(group: int, sums: list[Any]) -> list[Any]:
+        window = [cta.scores.load(b, 16 * group, cta.terms) for b in range(blocks)]
+        found = []
+        for i, values in enumerate(loads.values):
+            upper, lower = value_fragments(values[group], cta.key.record_dtype, cta.terms)
+            for b, scores in enumerate(window):
+                start = (i * blocks + b) * 4
+                found += multiply(sums[start : start + 4], upper, lower, scores, cta.terms)
+        return found
+
+    sums = over_window(cta, cursor, [x for of_rows in products for block in of_rows for x in block], added)
+    parts = [sums[i : i + 4] for i in range(0, len(sums), 4)]
+    return [parts[i : i + blocks] for i in range(0, len(parts), blocks)]
+
+
+def add_tokens(cta: Cta, words: list[list[Uint32]], readouts: list[list[Any]]) -> list[list[Any]]:
+    """Outputs with what the tokens' own values add, which are inputs."""
     half = cta.shape.token_blocks == 1
     upper, lower = value_fragments(words, cta.key.activation_dtype, cta.terms)
     for b in range(cta.shape.token_blocks):
         own = cta.scores.load(b, cta.shape.window_columns, cta.terms, half=half)
         readouts[b] = multiply(readouts[b], upper, lower, own, cta.terms)
-    for pair, token in zip(words, cta.own(0), strict=False):
-        store_pair(part, cta.is_token(token), cta.value_place(cursor, cursor.count + token), pair)
     return readouts
 
 
-def append_values(cta: Cta, cursor: RowCursor, part: Channels, records: list[list[Any]]) -> None:
-    """Write the tokens' records of two channels, as `Scores.solve` returns them."""
-    for b, block in enumerate(records):
-        for e, token in enumerate(cta.own(0)[2 * b : 2 * b + 2]):
-            words = pack([block[e], block[2 + e]], cta.key.record_dtype)
-            store_pair(part, cta.is_token(token), cta.value_place(cursor, cursor.count + token), words)
+def read_lone(cta: Cta, cursor: RowCursor, early: HeadLoads, loads: WindowLoads, draft: Draft, probes: Any) -> None:
+    """The same where there is one token: its scores are not weighed yet, and what lanes have of sums is added last."""
+    policy, key, decays = cta.policy, cta.key, draft.decays
+    products = state_rows(cta, loads).lone_products(probes, cta.terms)
+    window = lone_window(cta, cursor, loads, decays.records.weights)
+    own_score = load_shared_floats(cta.scores.base + cta.shape.window_columns * 4, 1, 4)[0]
+    answers = []
+    for factor, of_probe, of_window in zip(draft.factors, products, window, strict=True):
+        sums = [x * decays.records.window + y for x, y in zip(of_probe, of_window, strict=True)]
+        since = factor[0] * decays.since_window
+        answers.append([x * since for x in transposing_sum(sums, cta.place.lane, LONE_LANES)])
+        own_score = own_score * factor[0]
+    epilogues = [policy.epilogue(x) for x in (early.epilogues[0] if early.epilogues else [None] * len(answers[0]))]
+    if policy.value_needs_state:
+        solved = [
+            correction([query, of_key], value, draft.gate.strength, own_score)
+            for query, of_key, value in zip(*answers, epilogues, strict=True)
+        ]
+        outputs, record = [x for x, _ in solved], [y for _, y in solved]
+    else:
+        record, weight = early.values[0], own_score * decays.token_weight + draft.gate.skip
+        outputs = [x + value * weight for x, value in zip(answers[0], record, strict=True)]
+    lone, valid = cta.lone, cta.is_token(Int32(0))
+    channel = cta.place.first_row + lone.first
+    lone.store(valid, cta.value_place(cursor, cursor.count, channel), record, key.record_dtype)
+    finished = [policy.finish(x, y) for x, y in zip(outputs, epilogues, strict=True)]
+    where = cta.input_place(cta.tensors.out, 0, cta.place.head, channel)
+    lone.store(valid, where, finished, key.activation_dtype)
 
 
-def write_outputs(cta: Cta, part: Channels, outputs: list[list[Any]], epilogues: list[list[Any]]) -> None:
-    """Write two channels of every output after the layer's epilogue."""
-    for b, block in enumerate(outputs):
-        for e, token in enumerate(cta.own(0)[2 * b : 2 * b + 2]):
-            pair = [cta.policy.finish(block[i], epilogues[b][i]) for i in (e, 2 + e)]
-            where = cta.input_place(cta.tensors.out, token, cta.place.head, cta.first_channel)
-            store_pair(part, cta.is_token(token), where, pack(pair, cta.key.activation_dtype))
+def lone_window(cta: Cta, cursor: RowCursor, loads: WindowLoads, weights: list[Any]) -> list[list[Float32]]:
+    """Of each probe, this lane's part of the window's answer by row, see `StateRows.lone_products`."""
+
+    def added(group: int, sums: list[Any]) -> list[Any]:
+        right, found = cta.scores.lone_weights(16 * group, weights, cta.terms), []
+        for i, values in enumerate(loads.values):
+            of_rows = sums[4 * i : 4 * i + 4]
+            upper, lower = value_fragments(values[group], cta.key.record_dtype, cta.terms)
+            for (a0, a2), (a1, a3) in zip(upper[0], lower[0], strict=True):
+                of_rows = mma_bf16(of_rows, (a0, a1, a2, a3), right)
+            found += of_rows
+        return found
+
+    sums = over_window(cta, cursor, [Float32(0.0)] * (4 * len(loads.values)), added)
+    return [
+        [x for i in range(0, len(sums), 4) for x in cta.scores.lone_sums(probe, sums[i : i + 4])]
+        for probe in range(cta.shape.probes)
+    ]
 
 
 @cute.jit
@@ -279,6 +424,44 @@ def write_copy(cta: Cta, cursor: RowCursor):
                 clear_scales(shape, places, tile * TILE_ROWS, cta.place.lane)
 
 
+def take_head(cta: Cta, scoring: Scoring, early: HeadLoads, loads: WindowLoads, draft: Draft, arrival: Any) -> None:
+    """The outputs of a head whose scores are ready."""
+    probes = cta.staged if cta.shape.channels else cta.probes(scoring.probes)
+    bulk_wait(arrival)
+    read = read_lone if cta.shape.tokens == 1 else read_rows
+    read(cta, scoring.cursor, early, loads, draft, probes)
+
+
+def take_next_head(cta: Cta, scoring: Scoring, arrival: Any) -> None:
+    """Load, weigh and read one of a CTA's heads."""
+    several = cta.shape.tokens > 1
+    early, loads = HeadLoads.start(cta), WindowLoads.start(cta, scoring.cursor)
+    draft = Draft.of(cta, early, loads.decays, scoring.factors)
+    append_decays(cta, scoring.cursor, draft.gate)
+    if several:
+        cta.sync()  # the head before has read its scores
+        scoring.weigh(draft)
+        cta.sync()
+    take_head(cta, scoring, early, loads, draft, arrival)
+
+
+def fold_head(cta: Cta, cursor: RowCursor, decays: LaneDecays | None) -> None:
+    """Fold the committed records of a head, whose decays are loaded anew for None, and make its copy anew."""
+    pool, key, place = cta.tensors.pool, cta.key, cta.place
+    if decays is None:
+        inputs, parameters = cta.tensors.inputs, cta.tensors.parameters
+        gate = cta.policy.gate(cta.policy.load_token(inputs, parameters, place.row, cta.token_at(0), place.head))
+        records = LaneRecords.load(pool, key, place, cursor)
+        decays = LaneDecays.of(cta.policy, gate.rate, records, place.lane, cta.shape.window)
+    size = SIZE_BYTES[key.checkpoint_dtype]
+    cute.arch.barrier()
+    to = address(pool.checkpoint, size, cursor.slot, place.head, place.first_row)
+    fold_records(pool, key, place, cursor, decays, cta.memory, to)
+    if key.read_dtype is not None:
+        cute.arch.barrier()  # a warp encodes rows that others have folded
+        write_copy(cta, cursor)
+
+
 @cute.kernel
 def verify_kernel(tensors: StepTensors, total: Int32, pad_slot: Int32, key: cutlass.Constexpr):
     """One CTA: see this module's docstring, and `step.step_kernel` for the order of its loads.
@@ -289,7 +472,7 @@ def verify_kernel(tensors: StepTensors, total: Int32, pad_slot: Int32, key: cutl
     _, row, _ = cute.arch.block_idx()
     place = Place.of(key, Int32(0) if key.rows.has_cu_seqlens else row)
     thread, head = place.thread, place.head
-    shared = TileMemory.allocate(tile.bytes, shape.staging_bytes(tile))
+    shared = TileMemory.allocate(key.config.heads * tile.bytes, shape.staging_bytes(tile))
     if cutlass.const_expr(key.rows.pdl):
         cute.arch.griddepcontrol_wait()
     slot = load_slot(tensors.rows.cache_indices, row, key.rows.index_dtype)
@@ -305,14 +488,17 @@ def verify_kernel(tensors: StepTensors, total: Int32, pad_slot: Int32, key: cutl
     # Every row waits for the tile before it folds.
     memory = replace(shared, arrival=None)
     cta = Cta(tensors, key, place, Channels.of(tile, place), first_token, num_tokens, memory)
-    early = DraftLoads.start(cta)
+    several = cutlass.const_expr(key.config.heads > 1)
+    probes = load_probes(cta)
+    early = None if several else HeadLoads.start(cta)
     bulk_init(thread, shared.arrival)
     cute.arch.barrier()
     if padding:
-        for token in cutlass.range_constexpr(shape.tokens):
+        for index in cutlass.range_constexpr(key.config.heads * shape.tokens):
+            token = index % shape.tokens
             for first in range(0, tile.rows, tile.threads):
                 channel = first + thread
-                where = cta.input_place(tensors.out, token, head, place.first_row + channel)
+                where = cta.input_place(tensors.out, token, head + index // shape.tokens, place.first_row + channel)
                 inside = Int32(channel < tile.rows) * cta.is_token(token)
                 store_scalar_if(inside, where, Float32(0.0), key.activation_dtype)
     else:
@@ -324,31 +510,41 @@ def verify_kernel(tensors: StepTensors, total: Int32, pad_slot: Int32, key: cutl
             window=key.window,
             tokens=num_tokens,
         )
-        tile_at = address(tensors.pool.checkpoint, SIZE_BYTES[key.checkpoint_dtype], slot, head, place.first_row)
-        read_at = tile_at
+        read_at = address(tensors.pool.checkpoint, SIZE_BYTES[key.checkpoint_dtype], slot, head, place.first_row)
         if cutlass.const_expr(key.read_dtype is not None):
             codes = tensors.pool.copy.codes
             read_at = address(codes, codes.element_type.width // 8, slot, head, place.first_row)
         # As in `step.step_kernel`: rows that only read leave L2 to what is written (batch 256, T = 8: 286 -> 282 us).
         policy = select(cursor.folds, Int64(EVICT_NORMAL), Int64(EVICT_FIRST))
-        bulk_load(thread, shared.state, read_at, shared.arrival, policy, tile.bytes)
+        bulk_load(thread, shared.state, read_at, shared.arrival, policy, key.config.heads * tile.bytes)
         cute.arch.barrier()
-        loads = WindowLoads.start(cta, cursor)
-        if cutlass.const_expr(key.rows.pdl):
-            cute.arch.griddepcontrol_launch_dependents()
-        draft = Draft.of(cta, early, loads.decays)
-        if cutlass.const_expr(tile.channels):
-            stage_channels(cta, cursor, early, loads.decays)
-            cute.arch.barrier()
+        keys = load_keys(cta, cursor)
+        if cutlass.const_expr(several):
+            scoring = Scoring(cta, cursor, probes, probe_factors(cta, probes))
+            scoring.score(keys, Float32(0.0), None)
+            cta.sync()
+            for index in cutlass.range(key.config.heads, unroll=1):
+                take_next_head(cta.at_head(index), scoring, shared.arrival)
+            if cutlass.const_expr(key.rows.pdl):
+                cute.arch.griddepcontrol_launch_dependents()
+            if cursor.folds:
+                for index in cutlass.range(key.config.heads, unroll=1):
+                    fold_head(cta.at_head(index), cursor, None)
         else:
-            append_decays(cta, cursor, draft.gate)
-        score_records(cta, cursor, early, loads, draft)
-        cute.arch.barrier()
-        bulk_wait(shared.arrival)
-        read_rows(cta, cursor, early, loads, draft)
-        if cursor.folds:
+            loads = WindowLoads.start(cta, cursor)
+            # Where channels decay much is computed before any score: a barrier of all loads costs more than it brings.
+            zero = Float32(0.0) if tile.channels else barrier_of_zero()
+            if cutlass.const_expr(key.rows.pdl):
+                cute.arch.griddepcontrol_launch_dependents()
+            factors = probe_factors(cta, probes)
+            draft, scoring = Draft.of(cta, early, loads.decays, factors), Scoring(cta, cursor, probes, factors)
+            if cutlass.const_expr(tile.channels):
+                stage_channels(cta, cursor, early, loads.decays)
+                cute.arch.barrier()
+            else:
+                append_decays(cta, cursor, draft.gate)
+            scoring.score(keys, zero, draft if shape.tokens > 1 else None)
             cute.arch.barrier()
-            fold_records(tensors.pool, key, place, cursor, draft.decays.records, cta.memory, tile_at)
-            if cutlass.const_expr(key.read_dtype is not None):
-                cute.arch.barrier()  # a warp encodes rows that others have folded
-                write_copy(cta, cursor)
+            take_head(cta, scoring, early, loads, draft, shared.arrival)
+            if cursor.folds:
+                fold_head(cta, cursor, draft.decays.records)

@@ -67,11 +67,11 @@ class Recurrence(Protocol):
     def weight(self, record: Any) -> Float32:
         """Factor of a record's value, beside the decay of what comes after it."""
 
-    def load_epilogue(self, inputs: Any, row: Any, token: Any, head: Any, channel: Any, inside: Any) -> Any:
-        """Loads of what a channel's epilogue needs, none where `inside` is false."""
+    def epilogue_input(self, inputs: Any) -> cute.Tensor | None:
+        """The tensor that the epilogue needs beside the output, [rows, T, HV, V]; None where it needs none."""
 
     def epilogue(self, loaded: Any) -> Any:
-        """What the epilogue computes from its loads alone, ahead of the output."""
+        """What the epilogue computes of its input alone, ahead of the output; of None where it has none."""
 
     def finish(self, output: Any, epilogue: Any) -> Float32:
         """The output of a channel after the layer's epilogue; with a delta rule the epilogue is the value."""

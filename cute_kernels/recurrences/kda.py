@@ -68,9 +68,8 @@ class Kda:
     def weight(self, record: Any) -> Float32:
         return Float32(1.0)
 
-    def load_epilogue(self, inputs: KdaTensors, row: Any, token: Any, head: Any, channel: Any, inside: Any) -> Any:
-        where = address(inputs.v, SIZE_BYTES[self.activation_dtype], row, token, head, channel)
-        return load_scalar_if(inside, where, self.activation_dtype)
+    def epilogue_input(self, inputs: KdaTensors) -> cute.Tensor:
+        return inputs.v
 
     def epilogue(self, loaded: Any) -> Any:
         return loaded

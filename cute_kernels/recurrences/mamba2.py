@@ -65,11 +65,8 @@ class Mamba2:
     def weight(self, record: Any) -> Float32:
         return record
 
-    def load_epilogue(self, inputs: Mamba2Tensors, row: Any, token: Any, head: Any, channel: Any, inside: Any) -> Any:
-        if not self.options.has_z:
-            return None
-        where = address(inputs.z, SIZE_BYTES[self.activation_dtype], row, token, head, channel)
-        return load_scalar_if(inside, where, self.activation_dtype)
+    def epilogue_input(self, inputs: Mamba2Tensors) -> cute.Tensor | None:
+        return inputs.z if self.options.has_z else None
 
     def epilogue(self, loaded: Any) -> Any:
         return None if loaded is None else silu(loaded)

@@ -24,7 +24,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int64, Uint32
 
 from cute_kernels.configs import Tile
-from cute_kernels.primitives.arithmetic import select
+from cute_kernels.primitives.arithmetic import product, select
 from cute_kernels.primitives.memory import load_words
 from cute_kernels.primitives.mma import Fragment, lower_halves, upper_halves
 from cute_kernels.replay.quant import ATOM_BLOCKS, BLOCK, CopyPlaces, CopyShape, scale_at
@@ -34,8 +34,13 @@ SCALED = ("nvfp4", "mxfp8", "float8_e4m3fn", "int8")
 SIGNS = 0x80008000
 TWO_40, TWO_92, TWO_120 = 0x53805380, 0x6D806D80, 0x7B807B80  # pairs of bfloat16
 # Probes that meet codes as they are, small numbers, are made larger, so that no product is lost among the subnormals.
-SCALED_PROBES, PROBE_SCALE = ("float8_e4m3fn",), 2.0**40
-SUM_SCALE = {"nvfp4": 2.0**62, "float8_e4m3fn": 2.0**80}
+PROBE_SCALE = 2.0**40
+SUM_POWER = {"nvfp4": 62, "float8_e4m3fn": 80}
+
+
+def scales_probes(dtype: str, *, lone: bool) -> bool:
+    """Whether probes that meet codes of this dtype are times `PROBE_SCALE`; `lone`: by `StateRows.lone_products`."""
+    return dtype == "float8_e4m3fn" or (lone and dtype == "nvfp4")
 
 
 def group(bits: int) -> int:
@@ -96,7 +101,8 @@ def code_pairs(dtype: str, word: Any, factor: Any) -> list[Uint32]:
     if dtype == "nvfp4":
         # One product puts sign and magnitude of a nibble where they go: neither copy reaches what is kept of the other.
         parts = [(source & Uint32(0x000F000F << 4 * j), 6 - 4 * j) for source in (word, word >> 8) for j in (0, 1)]
-        return [times((x * Uint32(65 << left)) & Uint32(SIGNS | 0x01C001C0), factor) for x, left in parts]
+        pairs = [(x * Uint32(65 << left)) & Uint32(SIGNS | 0x01C001C0) for x, left in parts]
+        return pairs if factor is None else [times(x, factor) for x in pairs]
     pairs = []
     for left in (8, 0):
         if dtype == "int8":
@@ -126,12 +132,12 @@ def code_fragment(dtype: str, words: list[Any], factors: list[Any]) -> Fragment:
 
 @dataclass(frozen=True)
 class CodeScales:
-    """Scales of two neighbouring rows, as a lane needs them.
+    """Scales of the neighbouring rows that a lane has.
 
     Args:
         words: of each row, and each chunk of K, four scale bytes of blocks, shifted so that this lane's are the lowest;
             empty where scales are those of rows.
-        rows: float32 scales of the two rows; empty where there are none.
+        rows: float32 scales of the rows; empty where there are none.
     """
 
     dtype: str
@@ -139,29 +145,33 @@ class CodeScales:
     rows: list[Float32]
 
     @classmethod
-    def load(cls, shape: CopyShape, tile: Tile, places: CopyPlaces, row: Any, ahead: int, lane4: Any) -> CodeScales:
-        """Start the loads for rows `row` + `ahead` of all heads and the next, where `row` is an even one of a warp's
-        first 16."""
-        dtype, words, rows = shape.read_dtype, [], []
-        # Where tiles begin at multiples of 64 rows, rows that are behind each other lie in one atom.
-        fixed, skip = tile.rows % 64 == 0, ((ahead & 31) << 4) + (ahead >> 5 << 2)
-        if not fixed:
-            row, skip, ahead = row + ahead, 0, 0
-        for i in (0, 1):
-            of_row = []
-            for first in range(0, tile.d_state if shape.blocks else 0, 4 * tile.read_vector):
-                block = (first + lane4 * tile.read_vector) // BLOCK[dtype]
-                where = places.scale + Int64(scale_at(shape, row, block & -ATOM_BLOCKS))
-                (word,) = load_words(where, 1, offset=skip + (i << 4))
-                of_row.append(word >> Uint32((block & 3) * 8))
-            words.append(of_row)
-            if dtype == "nvfp4" and i == 0:
-                (word,) = load_words(places.tile_scale + Int64((row >> 4) * 4), 1, offset=ahead >> 4 << 2)
-                rows = [word.bitcast(Float32)] * 2
+    def load(
+        cls, shape: CopyShape, tile: Tile, places: CopyPlaces, rows: list[tuple[Any, int]], lane4: Any
+    ) -> CodeScales:
+        """Start the loads for pairs of rows of all heads, each (row, rows ahead of it), the sum an even number.
+
+        Rows ahead must lie in one tile of 16 with the row that they are ahead of.
+        """
+        dtype, words, scales = shape.read_dtype, [], []
+        for n, (row, ahead) in enumerate(rows):
+            for i in (0, 1):
+                of_row = []
+                for first in range(0, tile.d_state if shape.blocks else 0, 4 * tile.read_vector):
+                    block = (first + lane4 * tile.read_vector) // BLOCK[dtype]
+                    where = places.scale + Int64(scale_at(shape, row, block & -ATOM_BLOCKS))
+                    (word,) = load_words(where, 1, offset=(ahead + i) << 4)
+                    of_row.append(word >> Uint32((block & 3) * 8))
+                words.append(of_row)
+            if dtype == "nvfp4":
+                if n > 0 and ahead > 0:
+                    scales += scales[:2]
+                    continue
+                (word,) = load_words(places.tile_scale + Int64((row >> 4) * 4), 1)
+                scales += [word.bitcast(Float32)] * 2
             elif not shape.blocks:
-                (word,) = load_words(places.scale + Int64(row * 4), 1, offset=(ahead + i) * 4)
-                rows += [word.bitcast(Float32)]
-        return cls(dtype, words, rows)
+                pair = load_words(places.scale + Int64(row * 4), 2, offset=ahead * 4)
+                scales += [word.bitcast(Float32) for word in pair]
+        return cls(dtype, words, scales)
 
     def factors(self, row: int, chunk: int) -> list[Uint32]:
         """Of each 16 codes of this lane's vector in a chunk: the scale as a pair of bfloat16, see the table above."""
@@ -177,9 +187,19 @@ class CodeScales:
         pairs = [((word >> shift & Uint32(0xFF)) * Uint32(0x00100010)) for shift in (0, 8)]
         return [times_constant(times_constant(pair, TWO_92), TWO_92) for pair in pairs]
 
-    def scaled(self, sums: list[list[Any]]) -> list[list[Any]]:
+    def block_scales(self, row: int, chunk: int) -> list[Float32]:
+        """The scales of the two nvfp4 blocks of this lane's vector in a chunk, times 2**6."""
+        word = self.words[row][chunk]
+        bits = [(word << shift) & Uint32(0xFF << 20) for shift in (20, 12)]
+        return [product(x.bitcast(Float32), Float32(2.0**126)) for x in bits]
+
+    def of_sums(self, row: int, power: int) -> Float32:
+        """What a sum over a row, which is 2**-power of what it should be but for the scale of the row, is times."""
+        return self.rows[row] * Float32(2.0**power) if power else self.rows[row]
+
+    def scaled(self, part: int, sums: list[list[Any]]) -> list[list[Any]]:
         """Sums of products, (row, probe), (row, next probe), (next row, probe), .., with the scales of rows."""
         if not self.rows:
             return sums
-        rows = [x * Float32(SUM_SCALE[self.dtype]) for x in self.rows] if self.dtype in SUM_SCALE else self.rows
+        rows = [self.of_sums(2 * part + i, SUM_POWER.get(self.dtype, 0)) for i in (0, 1)]
         return [[x * rows[i // 2] for i, x in enumerate(block)] for block in sums]

@@ -32,13 +32,13 @@ from cute_kernels.primitives.mma import Fragment, bf16_terms, float_fragment, fr
 from cute_kernels.primitives.reduce import broadcast, transposed_place, transposing_sum
 from cute_kernels.replay.codes import (
     PROBE_SCALE,
-    SCALED_PROBES,
     TWO_40,
     CodeScales,
     code_fragment,
     ordered,
     ordered_pairs,
     ordered_place,
+    scales_probes,
     times_constant,
 )
 from cute_kernels.replay.window import load_row_words
@@ -118,7 +118,7 @@ class StagedVectors:
 
     Args:
         base: shared address.
-        blocks: blocks of 8 vectors.
+        blocks: blocks of 8 vectors, or where there is one token that many vectors, which every lane has a part of.
     """
 
     base: Int32
@@ -126,10 +126,15 @@ class StagedVectors:
     blocks: int
     lane: Int32
 
+    @property
+    def of_block(self) -> int:
+        """Vectors of a block."""
+        return 8 if self.tile.tokens > 1 else 1
+
     def store(self, vector: int, channel: Any, inside: Any, pair: list[Any], apart: int, terms: int) -> None:
         """One channel of two vectors, `apart` vectors from each other."""
         for term, word in enumerate(bf16_terms(pair[0], pair[1], terms)):
-            row = term * self.blocks * 8 + vector
+            row = term * self.blocks * self.of_block + vector
             where = self.base + row * self.tile.staged_vector_bytes + ordered_place(channel, self.tile.read_bits) * 2
             store_shared_half_if(inside, where, word)
             store_shared_half_if(inside, where + apart * self.tile.staged_vector_bytes, word >> 16)
@@ -137,8 +142,9 @@ class StagedVectors:
     def fragment(self, block: int, chunk: int, terms: int, bits: int, *, scaled: bool) -> Fragment:
         """One chunk of a block, as `Vectors.fragment`; they are stored in the state's order and scaled."""
         vector = self.tile.read_vector
-        where = self.base + (block * 8 + self.lane // 4) * self.tile.staged_vector_bytes + self.lane % 4 * (vector * 2)
-        step = self.blocks * 8 * self.tile.staged_vector_bytes
+        row = block * 8 + self.lane // 4 if self.of_block == 8 else block
+        where = self.base + row * self.tile.staged_vector_bytes + self.lane % 4 * (vector * 2)
+        step = self.blocks * self.of_block * self.tile.staged_vector_bytes
         skips = [term * step + chunk * vector * 8 for term in range(terms)]
         words = [load_shared_words(where, vector // 2, 2 * vector, offset=skip) for skip in skips]
         return [[(of_term[i], of_term[i + 1]) for of_term in words] for i in range(0, vector // 2, 2)]
@@ -155,36 +161,92 @@ def score_block(probes: Vectors, blocks: list[int], keys: Vectors, block: int, t
     return raw
 
 
-def read_state(
-    dtype: str,
-    state: Any,
-    first_rows: list[Any],
-    probes: Vectors | StagedVectors,
-    terms: int,
-    scales: list[CodeScales],
-) -> list[list[list[Float32]]]:
-    """Products of 16 rows of the tile at shared address `state` with each block of probes, for each first row.
+@dataclass(frozen=True)
+class StateRows:
+    """The rows of a tile in shared memory that a lane multiplies, and what their codes are times.
 
     Args:
         dtype: of the tile, a checkpoint's or a copy's.
-        scales: of a copy whose codes have any, for each first row.
+        state: shared address of the tile.
+        pairs: for each product of 16 rows, this lane's first of two, as (row, rows ahead of it).
+        scales: of a copy whose codes have any.
     """
-    tile, lane = probes.tile, probes.lane
-    row_bytes, access = tile.d_state * tile.read_bits // 8, tile.read_vector * tile.read_bits // 8
-    bases = [state + (first + lane // 4 * 2) * row_bytes + lane % 4 * access for first in first_rows]
-    sums = [[[Float32(0.0)] * 4 for _ in range(probes.blocks)] for _ in bases]
 
-    def row(part: int, i: int, chunk: int) -> Fragment:
-        words = load_shared(bases[part], access // 4, offset=i * row_bytes + chunk * 4 * access)
-        return code_fragment(dtype, words, scales[part].factors(i, chunk)) if scales else fragment(words, dtype, terms)
+    dtype: str
+    tile: Tile
+    state: Int32
+    pairs: list[tuple[Any, int]]
+    scales: CodeScales | None
+    lane: Int32
 
-    for c in range(tile.d_state // (4 * tile.read_vector)):
-        rows = [[row(part, i, c) for i in (0, 1)] for part in range(len(bases))]
-        for b in range(probes.blocks):
-            right = probes.fragment(b, c, terms, tile.read_bits, scaled=dtype in SCALED_PROBES)
-            for of_part, (upper, lower) in zip(sums, rows, strict=True):
-                of_part[b] = multiply(of_part[b], upper, lower, right, terms)
-    return [scales[i].scaled(of_part) for i, of_part in enumerate(sums)] if scales else sums
+    @property
+    def chunks(self) -> int:
+        return self.tile.d_state // (4 * self.tile.read_vector)
+
+    def fragments(self, pair: int, chunk: int, terms: int, *, scaled: bool = True) -> list[Fragment]:
+        """Both rows of a pair, one chunk of K; codes of nvfp4 times the scales of their blocks if asked."""
+        row_bytes, access = (n * self.tile.read_bits // 8 for n in (self.tile.d_state, self.tile.read_vector))
+        row, ahead = self.pairs[pair]
+        base, made = self.state + row * row_bytes + self.lane % 4 * access, []
+        for i in (0, 1):
+            words = load_shared(base, access // 4, offset=(ahead + i) * row_bytes + chunk * 4 * access)
+            if self.scales is None:
+                made.append(fragment(words, self.dtype, terms))
+            else:
+                factors = self.scales.factors(2 * pair + i, chunk) if scaled else []
+                made.append(code_fragment(self.dtype, words, factors))
+        return made
+
+    def products(self, probes: Vectors | StagedVectors, terms: int) -> list[list[list[Float32]]]:
+        """For each pair of rows their products with each block of probes, as `multiply` returns them."""
+        sums = [[[Float32(0.0)] * 4 for _ in range(probes.blocks)] for _ in self.pairs]
+        for c in range(self.chunks):
+            rows = [self.fragments(pair, c, terms) for pair in range(len(self.pairs))]
+            for b in range(probes.blocks):
+                right = probes.fragment(b, c, terms, self.tile.read_bits, scaled=scales_probes(self.dtype, lone=False))
+                for of_pair, (upper, lower) in zip(sums, rows, strict=True):
+                    of_pair[b] = multiply(of_pair[b], upper, lower, right, terms)
+        return sums if self.scales is None else [self.scales.scaled(i, of_pair) for i, of_pair in enumerate(sums)]
+
+    def lone_products(self, probes: Vectors | StagedVectors, terms: int) -> list[list[Float32]]:
+        """For each of one token's probes its products with this lane's rows, of which the four lanes of a row have parts.
+
+        Every lane must have its part of the token's vectors. A lane's part of a row meets the probe in two columns of
+        its own, one for each of two nvfp4 blocks, so the scales of blocks are factors of sums and not of codes.
+        """
+        blocks = self.dtype == "nvfp4"
+        scaled = scales_probes(self.dtype, lone=True)
+        own = [self.lane // 4 == self.lane % 4 * 2 + j for j in (0, 1)]
+        right: list[list[Fragment]] = [[] for _ in range(probes.blocks)]
+        for p, of_probe in enumerate(right):
+            for c in range(self.chunks):
+                words = probes.fragment(p, c, terms, self.tile.read_bits, scaled=scaled)
+                of_probe.append([_kept(own[k // 4 if blocks else 0], x) for k, x in enumerate(words)])
+        sums: list[list[Float32]] = [[] for _ in right]
+        for pair in range(len(self.pairs)):
+            found = [[Float32(0.0)] * 2 for _ in right]
+            raw = [[Float32(0.0)] * 4 for _ in right]
+            for c in range(self.chunks):
+                upper, lower = self.fragments(pair, c, terms, scaled=not blocks)
+                for p, of_probe in enumerate(right):
+                    start = [Float32(0.0)] * 4 if blocks else raw[p]
+                    raw[p] = multiply(start, upper, lower, of_probe[c], terms)
+                    if blocks and self.scales is not None:
+                        for i in (0, 1):
+                            first, second = self.scales.block_scales(2 * pair + i, c)
+                            found[p][i] = found[p][i] + raw[p][2 * i] * first + raw[p][2 * i + 1] * second
+            for p in range(len(right)):
+                of_pair = found[p] if blocks else [raw[p][0], raw[p][2]]
+                if self.scales is not None and self.scales.rows:
+                    power = 80 if scaled else 0
+                    of_pair = [x * self.scales.of_sums(2 * pair + i, power) for i, x in enumerate(of_pair)]
+                sums[p] += of_pair
+        return sums
+
+
+def _kept(condition: Any, terms: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    """Words of a fragment where the condition holds, else zeros."""
+    return [(select(condition, x, Uint32(0)), select(condition, y, Uint32(0))) for x, y in terms]
 
 
 @dataclass(frozen=True)
@@ -219,9 +281,14 @@ class Scores:
 
     def store_pair(self, block: int, column: Any, pair: list[Any]) -> None:
         """Two neighbouring scores of this lane's probe of a block."""
-        row = block * 8 + self.lane // 4
-        where = self.base + (row * self.shape.score_stride + column) * 4
-        store_shared(where, [x.bitcast(Uint32) for x in pair])
+        store_shared(self._pair_at(block, column), [x.bitcast(Uint32) for x in pair])
+
+    def load_pairs(self, blocks: list[int], column: Any) -> list[Float32]:
+        """What `store_pair` stored of one or two blocks."""
+        return [x for block in blocks for x in load_shared_floats(self._pair_at(block, column), 2, 8)]
+
+    def _pair_at(self, block: int, column: Any) -> Int32:
+        return self.base + ((block * 8 + self.lane // 4) * self.shape.score_stride + column) * 4
 
     def store_window(
         self, blocks: list[int], raw: list[Any], step: int, factors: list[Any], decays: DraftDecays, warp: Any
@@ -325,6 +392,30 @@ class Scores:
         pairs = [load_shared_floats(where, 2, 8, offset=skip) for skip in ((0,) if half else (0, 32))]
         values = [x for pair in pairs for x in pair]
         return float_fragment([*values, *[Float32(0.0)] * (4 - len(values))], terms)
+
+    def lone_weights(self, first: int, weights: list[Any], terms: int) -> tuple[Uint32, Uint32]:
+        """The scores of one token's probes with 16 records from `first` on, times `weights` of `LaneDecays`, as the
+        right side of a product: each probe has `DraftShape.lone_columns`, its terms in the first of them."""
+        width = self.shape.lone_columns
+        probe, term = self.lane // 4 // width, self.lane // 4 % width
+        row = select(probe < self.shape.probes, probe * 8, Int32(0))
+        where = self.base + (row * self.shape.score_stride + self.lane % 4 * 2 + first) * 4
+        values = [x for skip in (0, 32) for x in load_shared_floats(where, 2, 8, offset=skip)]
+        lanes = [self.lane % 4 * 2 + (first % WARP + e) for e in (0, 1, 8, 9)]
+        values = [x * broadcast(weights[first // WARP], lane) for x, lane in zip(values, lanes, strict=True)]
+        words = (Uint32(0), Uint32(0))
+        for i, found in enumerate(zip(*(bf16_terms(*values[j : j + 2], terms) for j in (0, 2)), strict=True)):
+            mine = (term == i) & (probe < self.shape.probes)
+            words = (select(mine, found[0], words[0]), select(mine, found[1], words[1]))
+        return words
+
+    def lone_sums(self, probe: int, sums: list[Any]) -> list[Float32]:
+        """Of products with `lone_weights`, this lane's part of those of a probe: two rows."""
+        pairs = [sums[0] + sums[1], sums[2] + sums[3]]
+        if self.shape.probes == 1:
+            return pairs
+        mine = self.lane % 4 // (self.shape.lone_columns // 2) == probe
+        return [select(mine, x, Float32(0.0)) for x in pairs]
 
     def solve(self, right: list[list[Any]], readouts: list[list[Any]]) -> tuple[list[list[Any]], list[list[Any]]]:
         """The records of a delta rule's tokens, one after the other, and the outputs.

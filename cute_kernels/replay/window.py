@@ -15,7 +15,10 @@ from cute_kernels.primitives.memory import KEEP, STREAM, load_half_if, load_word
 
 @dataclass(frozen=True)
 class Place:
-    """Which row, head and part of its rows a thread works on, and which thread of the CTA it is."""
+    """Which row, head and part of its rows a thread works on, and which thread of the CTA it is.
+
+    A CTA of several heads begins with this one.
+    """
 
     row: Int32
     head: Int32
@@ -30,7 +33,7 @@ class Place:
         """The place of this thread, where the CTAs of a row lie along the grid's x axis, those of a head together."""
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        head, tile = block // key.config.split, Tile.of(key)
+        head, tile = block // key.config.split * key.config.heads, Tile.of(key)
         return cls(
             row=row,
             head=head,
@@ -64,9 +67,14 @@ def load_scalar_if(predicate: Any, where: Any, dtype: str, *, cache: str = KEEP)
     return unpack([load_half_if(predicate, where)], dtype)[0]
 
 
+def access_words(num_words: int) -> int:
+    """Words of an access, at most 4, of which some make so many."""
+    return min(4, num_words & -num_words)
+
+
 def load_row_words(predicate: Any, where: Any, num_words: int, *, cache: str = KEEP) -> list[Uint32]:
-    """Consecutive words by accesses of at most 16 bytes; the address is aligned to the smaller of both."""
-    width = min(4, num_words)
+    """Consecutive words by accesses of at most 16 bytes; the address is aligned to the largest that divides them."""
+    width = access_words(num_words)
     return [
         word
         for offset in range(0, num_words, width)

@@ -45,12 +45,14 @@ class Run:
     arch: str = "sm_90a"
     split: int = 1
     warps: int = 1
+    heads: int = 1
     ragged: bool = False
 
     @property
     def id(self) -> str:
         read = str(self.read).removeprefix("torch.")
-        return f"{self.arch}-{self.case.id}-{read}-split{self.split}-warps{self.warps}{'-ragged' * self.ragged}"
+        config = f"split{self.split}-warps{self.warps}-heads{self.heads}"
+        return f"{self.arch}-{self.case.id}-{read}-{config}{'-ragged' * self.ragged}"
 
     @property
     def scene(self) -> Scene:
@@ -60,9 +62,9 @@ class Run:
         return ragged(scene) if self.ragged else scene
 
 
-def case(kind: Recurrence, V: int, K: int, T: int, *dtypes: torch.dtype) -> Case:
-    """Of one head, with dtypes of activation and checkpoint."""
-    return Case(kind, 1, 1, V, K, max(5, T + 2), T, *dtypes)
+def case(kind: Recurrence, V: int, K: int, T: int, *dtypes: torch.dtype, HV: int = 1) -> Case:
+    """Of one key head, with dtypes of activation and checkpoint."""
+    return Case(kind, HV, 1, V, K, max(5, T + 2), T, *dtypes)
 
 
 FORMATS: tuple[ReadDtype, ...] = ("nvfp4", "mxfp8", FP8, INT8, BF16, F16)
@@ -81,6 +83,11 @@ RUNS = (
     Run(case("gdn", 128, 64, 4, BF16, F16), "nvfp4", "sm_103a", split=2),
     Run(case("gdn", 64, 256, 1, BF16, BF16), "mxfp8", "sm_103a", ragged=True),
     Run(case("kda", 64, 128, 1, F16, F16), "nvfp4", ragged=True),
+    Run(case("mamba2", 64, 64, 1, BF16, F32, HV=4), "nvfp4", heads=2),
+    Run(case("mamba2", 64, 64, 4, BF16, F32, HV=2), "nvfp4", heads=2, ragged=True),
+    Run(case("mamba2", 64, 64, 9, BF16, BF16, HV=2), FP8, "sm_103a", warps=2, heads=2),
+    Run(case("gdn", 128, 64, 1, BF16, F32, HV=3), "nvfp4", heads=3, ragged=True),
+    Run(replace(case("gdn", 64, 64, 4, BF16, F32, HV=2), window=20), "nvfp4", warps=2, heads=2),
 )
 
 
@@ -88,7 +95,7 @@ def after(run: Run, mode: Any, seed: int) -> list[torch.Tensor]:
     """All that a step wrote, once it is known to be right."""
     bench, outputs = Bench(run.arch, mode, seed), []
     work = Interpreted.of(run.scene, bench)
-    config = StepConfig(run.split, run.warps, fold_values=32)
+    config = StepConfig(run.split, run.warps, fold_values=32, heads=run.heads)
     assert mistakes(work, after=lambda work, out: outputs.append(out), config=config) == [], (mode, seed)
     (launch,) = bench.launches
     assert f".target {run.arch}" in launch.ptx and "mma.sync" in launch.ptx
@@ -98,7 +105,7 @@ def after(run: Run, mode: Any, seed: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.id)
 def test_a_step_reads_the_copy_and_folds_the_checkpoint(run: Run) -> None:
     late = after(run, "late", 1)
-    if run.split > 1 or run.ragged:
+    if run.split > 1 or run.heads > 1 or run.ragged:
         assert all(same_bytes(a, b) for a, b in zip(late, after(run, "early", 0), strict=True))
 
 
@@ -109,6 +116,7 @@ def test_the_grid_covers_what_it_says() -> None:
         assert {run.case.T for run in runs} == {1, 4, 9} and any(run.ragged for run in runs)
         assert {run.case.activation for run in runs} == {F32, BF16, F16}
     assert {run.warps for run in RUNS if run.read == "nvfp4"} == {1, 2, 4}
+    assert {(run.case.T > 1, run.warps) for run in RUNS if run.heads > 1} == {(False, 1), (True, 1), (True, 2)}
     assert {run.case.V for run in RUNS} == {64, 80, 128} and {run.case.K for run in RUNS} == {64, 128, 256}
     assert {run.case.checkpoint for run in RUNS} == {F32, BF16, F16}
 
@@ -200,7 +208,7 @@ FAULTS: dict[ReadDtype, dict[str, Callable[[str], str]]] = {
         "no barrier before the copy": swap(BARRIER, "", -1),
         "no wait for the codes": swap(r"bra\.uni\s+LAB_WAIT;", ""),
         "the scale of another block": swap(r"shl\.b32(\s+%r\d+, %r\d+), 3;", r"shl.b32\1, 4;", -1),
-        "no scale of the tile": swap(r"mul\.f32(\s+%r\d+), (%r\d+), 0f5E800000;", r"mov.b32\1, \2;"),
+        "no scale of the tile": swap(r"mul\.f32(\s+%r\d+), (%r\d+), 0f67800000;", r"mov.b32\1, \2;"),
         "a code without its sign": swap("-2118090304", "29360576", 1),
         "a code without its last bit": swap("-2118090304", "-2122284672", 2),
         "a copy that is not made": swap(r"st\.global\.v2\.b32[^;]*;", "", -1),
@@ -213,7 +221,7 @@ FAULTS: dict[ReadDtype, dict[str, Callable[[str], str]]] = {
     },
     INT8: {
         "a sign that is not read": swap("8388736", "0", 1),
-        "the scale of the next row": swap(r"(ld\.global\.b32 %r\d+, \[%rd\d+)\+0\];", r"\1+4];", -1),
+        "the scales of the next rows": swap(r"(ld\.global\.v2\.b32 \{%r\d+,\s*%r\d+\}, \[%rd\d+)\+0\];", r"\1+8];", -1),
     },
 }  # fmt: skip
 
