@@ -316,12 +316,20 @@ class DraftShape:
     channels: bool
     warps: int
     heads: int
+    copies: bool
 
     @classmethod
     def of(cls, key: StepKey) -> DraftShape:
-        channels, config = isinstance(key.options, KdaOptions), key.config
+        config = key.config
         return cls(
-            key.num_tokens, key.probes, key.window, TERMS[config.precision], channels, config.warps, config.heads
+            tokens=key.num_tokens,
+            probes=key.probes,
+            window=key.window,
+            terms=TERMS[config.precision],
+            channels=isinstance(key.options, KdaOptions),
+            warps=config.warps,
+            heads=config.heads,
+            copies=key.read_dtype is not None,
         )
 
     @property
@@ -372,9 +380,15 @@ class DraftShape:
         vectors = self.probe_blocks * (8 if self.tokens > 1 else 1)
         return self.terms * vectors * tile.staged_vector_bytes if self.channels else 0
 
+    @property
+    def folds_over_tiles(self) -> bool:
+        """Whether a fold stages its records where the tiles were: copies, which no fold reads. Decays by channel are
+        staged beside the tile, and a fold needs them."""
+        return self.copies and not self.channels
+
     def staging_bytes(self, tile: Tile) -> int:
-        """Shared memory beside the tile: decays by channel, scores, what is between tokens, probes; later a fold's
+        """Shared memory behind the tiles: decays by channel, scores, what is between tokens, probes; later a fold's
         records."""
         own = tile.channel_bytes + self.scores_bytes + self.between_bytes + self.vectors_bytes(tile)
         own += self.scores_bytes if self.keeps_raw else 0
-        return max(own, tile.staging_bytes)
+        return max(own, tile.staging_bytes - (self.heads * tile.bytes if self.folds_over_tiles else 0))

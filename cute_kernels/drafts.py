@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -406,6 +407,55 @@ class WindowLoads:
             places = CopyPlaces.of(cta.tensors.pool.copy, cursor.slot)
             scales = CodeScales.load(cta.copy_shape, cta.tile, places, rows, place.lane % 4)
         return cls(decays, values, scales)
+
+
+def load_head(cta: Cta, cursor: RowCursor) -> tuple[HeadLoads, WindowLoads]:
+    """All loads of the head that the CTA is at, as `Held` keeps them."""
+    early, loads = HeadLoads.start(cta), WindowLoads.start(cta, cursor)
+    return early, replace(loads, decays=replace(loads.decays, indices=[], addresses=[]))
+
+
+def leaves(tree: Any) -> list[Any]:
+    """The device values of nested lists, tuples and dataclasses, in order."""
+    if tree is None or isinstance(tree, str):
+        return []
+    if isinstance(tree, (list, tuple)):
+        return [leaf for branch in tree for leaf in leaves(branch)]
+    if isinstance(tree, (HeadLoads, WindowLoads, LaneRecords, CodeScales)):
+        return leaves(list(vars(tree).values()))
+    return [tree]
+
+
+def with_leaves(tree: Any, values: Iterator[Any]) -> Any:
+    """The same tree with other device values, each of its type, from their bits."""
+    if tree is None or isinstance(tree, str):
+        return tree
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(with_leaves(branch, values) for branch in tree)
+    if isinstance(tree, (HeadLoads, WindowLoads, LaneRecords, CodeScales)):
+        return replace(tree, **{name: with_leaves(branch, values) for name, branch in vars(tree).items()})
+    return next(values).bitcast(type(tree))
+
+
+@dataclass(frozen=True)
+class Held:
+    """Loads that a loop makes one turn ahead, in registers from turn to turn."""
+
+    tree: Any
+    words: cute.Tensor
+
+    @classmethod
+    def of(cls, tree: Any) -> Held:
+        held = cls(tree, cute.make_rmem_tensor((len(leaves(tree)),), Uint32))
+        held.put(tree)
+        return held
+
+    def put(self, tree: Any) -> None:
+        for i, leaf in enumerate(leaves(tree)):
+            self.words[i] = leaf.bitcast(Uint32)
+
+    def get(self) -> Any:
+        return with_leaves(self.tree, iter([self.words[i] for i in range(len(leaves(self.tree)))]))
 
 
 @dataclass(frozen=True)

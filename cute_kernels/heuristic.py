@@ -25,8 +25,8 @@ MOST_LARGE_CTAS = 2
 
 def smem_bytes(key: StepKey) -> int:
     """Shared memory of a CTA, and some for alignment."""
-    tile = Tile.of(key)
-    return (key.config.heads - 1) * tile.bytes + tile.smem_bytes + (DraftShape.of(key).staging_bytes(tile) - tile.staging_bytes if key.drafts else 0)
+    tile, shape = Tile.of(key), DraftShape.of(key)
+    return shape.heads * tile.bytes + shape.staging_bytes(tile) + 16 if key.drafts else tile.smem_bytes
 
 
 def room(key: StepKey) -> int:

@@ -125,12 +125,12 @@ class TileMemory:
 
     @classmethod
     def allocate(cls, tile_bytes: int, staging_bytes: int) -> TileMemory:
-        """Reserve the memory; `bulk_init` must make the barrier."""
+        """Reserve the memory, what is staged directly behind the tile; `bulk_init` must make the barrier."""
         smem = cutlass.AddressSpace.smem
-        state = cutlass.Array(Uint32, (tile_bytes // 4,), space=smem, alignment=128)
-        staging = cutlass.Array(Uint32, (staging_bytes // 4,), space=smem, alignment=16)
+        memory = cutlass.Array(Uint32, ((tile_bytes + staging_bytes) // 4,), space=smem, alignment=128)
         barrier = cutlass.Array(Int64, (1,), space=smem, alignment=8)
-        return cls(Int32(state.data_ptr().toint()), Int32(staging.data_ptr().toint()), barrier.data_ptr())
+        state = Int32(memory.data_ptr().toint())
+        return cls(state, state + tile_bytes, barrier.data_ptr())
 
 
 @dataclass(frozen=True)

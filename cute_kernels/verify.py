@@ -32,8 +32,10 @@ from cute_kernels.drafts import (
     Channels,
     Cta,
     Draft,
+    Held,
     HeadLoads,
     WindowLoads,
+    load_head,
     load_keys,
     load_probes,
     probe_factors,
@@ -432,21 +434,27 @@ def take_head(cta: Cta, scoring: Scoring, early: HeadLoads, loads: WindowLoads, 
     read(cta, scoring.cursor, early, loads, draft, probes)
 
 
-def take_next_head(cta: Cta, scoring: Scoring, arrival: Any) -> None:
-    """Load, weigh and read one of a CTA's heads."""
-    several = cta.shape.tokens > 1
-    early, loads = HeadLoads.start(cta), WindowLoads.start(cta, scoring.cursor)
-    draft = Draft.of(cta, early, loads.decays, scoring.factors)
-    append_decays(cta, scoring.cursor, draft.gate)
-    if several:
+def take_next_head(cta: Cta, index: Any, scoring: Scoring, held: Held, arrival: Any) -> None:
+    """Weigh and read one of a CTA's heads, whose loads were started a turn ago, and start those of the next."""
+    early, loads = held.get()
+    last = Int32(cta.key.config.heads - 1)
+    ahead = load_head(cta.at_head(select(index < last, index + 1, last)), scoring.cursor)
+    at = cta.at_head(index)
+    draft = Draft.of(at, early, loads.decays, scoring.factors)
+    append_decays(at, scoring.cursor, draft.gate)
+    if cta.shape.tokens > 1:
         cta.sync()  # the head before has read its scores
         scoring.weigh(draft)
         cta.sync()
-    take_head(cta, scoring, early, loads, draft, arrival)
+    take_head(at, scoring, early, loads, draft, arrival)
+    held.put(ahead)
 
 
-def fold_head(cta: Cta, cursor: RowCursor, decays: LaneDecays | None) -> None:
-    """Fold the committed records of a head, whose decays are loaded anew for None, and make its copy anew."""
+def fold_head(cta: Cta, cursor: RowCursor, decays: LaneDecays | None, tiles: Any) -> None:
+    """Fold the committed records of a head, whose decays are loaded anew for None, and make its copy anew.
+
+    `tiles` is the shared address of all tiles.
+    """
     pool, key, place = cta.tensors.pool, cta.key, cta.place
     if decays is None:
         inputs, parameters = cta.tensors.inputs, cta.tensors.parameters
@@ -456,7 +464,8 @@ def fold_head(cta: Cta, cursor: RowCursor, decays: LaneDecays | None) -> None:
     size = SIZE_BYTES[key.checkpoint_dtype]
     cute.arch.barrier()
     to = address(pool.checkpoint, size, cursor.slot, place.head, place.first_row)
-    fold_records(pool, key, place, cursor, decays, cta.memory, to)
+    memory = replace(cta.memory, staging=tiles) if cta.shape.folds_over_tiles else cta.memory
+    fold_records(pool, key, place, cursor, decays, memory, to)
     if key.read_dtype is not None:
         cute.arch.barrier()  # a warp encodes rows that others have folded
         write_copy(cta, cursor)
@@ -472,7 +481,7 @@ def verify_kernel(tensors: StepTensors, total: Int32, pad_slot: Int32, key: cutl
     _, row, _ = cute.arch.block_idx()
     place = Place.of(key, Int32(0) if key.rows.has_cu_seqlens else row)
     thread, head = place.thread, place.head
-    shared = TileMemory.allocate(key.config.heads * tile.bytes, shape.staging_bytes(tile))
+    shared = TileMemory.allocate(shape.heads * tile.bytes, shape.staging_bytes(tile))
     if cutlass.const_expr(key.rows.pdl):
         cute.arch.griddepcontrol_wait()
     slot = load_slot(tensors.rows.cache_indices, row, key.rows.index_dtype)
@@ -521,15 +530,16 @@ def verify_kernel(tensors: StepTensors, total: Int32, pad_slot: Int32, key: cutl
         keys = load_keys(cta, cursor)
         if cutlass.const_expr(several):
             scoring = Scoring(cta, cursor, probes, probe_factors(cta, probes))
+            held = Held.of(load_head(cta, cursor))
             scoring.score(keys, Float32(0.0), None)
             cta.sync()
             for index in cutlass.range(key.config.heads, unroll=1):
-                take_next_head(cta.at_head(index), scoring, shared.arrival)
+                take_next_head(cta, index, scoring, held, shared.arrival)
             if cutlass.const_expr(key.rows.pdl):
                 cute.arch.griddepcontrol_launch_dependents()
             if cursor.folds:
                 for index in cutlass.range(key.config.heads, unroll=1):
-                    fold_head(cta.at_head(index), cursor, None)
+                    fold_head(cta.at_head(index), cursor, None, shared.state)
         else:
             loads = WindowLoads.start(cta, cursor)
             # Where channels decay much is computed before any score: a barrier of all loads costs more than it brings.
@@ -547,4 +557,4 @@ def verify_kernel(tensors: StepTensors, total: Int32, pad_slot: Int32, key: cutl
             cute.arch.barrier()
             take_head(cta, scoring, early, loads, draft, shared.arrival)
             if cursor.folds:
-                fold_head(cta, cursor, draft.decays.records)
+                fold_head(cta, cursor, draft.decays.records, shared.state)
