@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +12,7 @@ from cute_kernels.args import StepTensors
 from cute_kernels.configs import ROW_BLOCK, SIZE_BYTES, DraftShape, StepKey, Tile
 from cute_kernels.primitives.arithmetic import exp2, select
 from cute_kernels.primitives.convert import pack, unpack
-from cute_kernels.primitives.memory import load_words_if, store_words_if
+from cute_kernels.primitives.memory import store_words_if
 from cute_kernels.primitives.reduce import broadcast, prefix_sums, transposed_place
 from cute_kernels.records import LaneDecays, LaneRecords, TileMemory, policy_of
 from cute_kernels.recurrences.base import Gate, Recurrence
@@ -32,29 +31,34 @@ from cute_kernels.replay.window import (
     store_scalar_if,
 )
 
-
 LONE_LANES = (2, 1)  # masks of the lanes that share a row; the first halves what a lane keeps of its sums
 
 
 @dataclass(frozen=True)
 class Channels:
-    """The channels of V that a lane has: neighbours, two for each product of 16 rows of its warp.
+    """The channels of V that a lane has: two for each product of 16 rows of its warp, in runs of 4 or 2 neighbours.
+
+    A run of 8 lanes is followed by the next run of the same lanes: runs of 4 lie 32 rows apart, as do the scales of
+    blocks that lie together, and are wide enough for the other loads.
 
     Args:
         first: local row of the first.
-        inside: for each product, whether the tile has its two; True where it has all.
+        run: channels of a run.
+        inside: for each run, whether the tile has it; True where it has all.
     """
 
     first: Int32
+    run: int
     inside: list[Any]
 
     @classmethod
     def of(cls, tile: Tile, place: Place) -> Channels:
         products = -(-tile.rows // (ROW_BLOCK * tile.warps))
-        first = (place.warp * ROW_BLOCK + place.lane // 4 * 2) * products
+        run = 4 if products % 2 == 0 else 2
+        first, runs = place.warp * (ROW_BLOCK * products) + place.lane // 4 * run, range(2 * products // run)
         if products * ROW_BLOCK * tile.warps == tile.rows:
-            return cls(first, [True] * products)
-        return cls(first, [Int32(first + 2 * i < tile.rows) for i in range(products)])
+            return cls(first, run, [True for _ in runs])
+        return cls(first, run, [Int32(first + 8 * run * i < tile.rows) for i in runs])
 
     @property
     def together(self) -> bool:
@@ -62,81 +66,87 @@ class Channels:
         return all(inside is True for inside in self.inside)
 
     @property
-    def pairs(self) -> list[tuple[Any, int]]:
-        """Of each product, the local row of the first channel and how many rows ahead of it, see `StateRows`; row 0
-        where the tile has none."""
-        products = len(self.inside)
-        if self.together and products & (products - 1) == 0:
-            return [(self.first, 2 * i) for i in range(products)]
-        rows = [self.first + 2 * i for i in range(products)]
+    def runs(self) -> list[tuple[Any, int]]:
+        """Local row of the first of each run, as (row, rows ahead of it); row 0 where the tile has none."""
+        ahead = [8 * self.run * i for i in range(len(self.inside))]
         if self.together:
-            return [(row, 0) for row in rows]
-        return [(select(inside != 0, row, Int32(0)), 0) for row, inside in zip(rows, self.inside, strict=True)]
+            return [(self.first, rows) for rows in ahead]
+        return [(select(x != 0, self.first + rows, Int32(0)), 0) for x, rows in zip(self.inside, ahead, strict=True)]
+
+    @property
+    def pairs(self) -> list[tuple[Any, int]]:
+        """The same of the two channels of each product."""
+        return [(row, ahead + i) for row, ahead in self.runs for i in range(0, self.run, 2)]
+
+    def place_of(self, index: Any) -> Any:
+        """How far a channel is behind the first, where `index` counts them all."""
+        return index // self.run * (8 * self.run) + index % self.run
 
     def load(self, valid: Any, where: Any, dtype: str) -> list[list[Uint32]]:
         """Of each product the words of its two channels, where the lane's first are at address `where`."""
-        each = SIZE_BYTES[dtype] // 2
-        if self.together:
-            words = load_row_words(valid, where, each * len(self.inside))
-            return [words[i : i + each] for i in range(0, len(words), each)]
-        return [
-            load_words_if(inside * Int32(valid), where, each, offset=4 * each * i)
-            for i, inside in enumerate(self.inside)
-        ]
+        each, pairs = SIZE_BYTES[dtype] // 2, []
+        for i, inside in enumerate(self.inside):
+            there = valid if inside is True else inside * Int32(valid)
+            at = where + i * (8 * self.run * SIZE_BYTES[dtype])
+            words = load_row_words(there, at, each * self.run // 2)
+            pairs += [words[j : j + each] for j in range(0, len(words), each)]
+        return pairs
 
-    def store(self, valid: Any, where: Any, words: list[list[Any]]) -> None:
+    def store(self, valid: Any, where: Any, pairs: list[list[Any]]) -> None:
         """Write the words of all channels likewise."""
-        if self.together:
-            row = [word for pair in words for word in pair]
-            width = access_words(len(row))
-            for i in range(0, len(row), width):
-                store_words_if(valid, where, row[i : i + width], offset=4 * i)
-            return
-        for i, (inside, pair) in enumerate(zip(self.inside, words, strict=True)):
-            store_words_if(inside * valid, where, pair, offset=4 * len(pair) * i)
+        each = self.run // 2
+        for i, inside in enumerate(self.inside):
+            there = valid if inside is True else inside * valid
+            words = [word for pair in pairs[i * each : (i + 1) * each] for word in pair]
+            for j in range(0, len(words), access_words(len(words))):
+                part = words[j : j + access_words(len(words))]
+                store_words_if(there, where, part, offset=i * 32 * len(words) + 4 * j)
 
 
 @dataclass(frozen=True)
 class LoneChannels:
-    """Those of a lane's channels of which it has the sums of one token, neighbours.
+    """Those of a lane's channels of which it has the sums of one token.
 
     Args:
-        first: local row of the first.
+        rows: local rows.
         inside: of each, whether the tile has it and this lane writes it.
-        packed: whether they are all inside, and as many as a word holds at least, or none is.
+        packed: whether they are neighbours, as many as a word holds at least, and all inside or none.
     """
 
-    first: Int32
+    rows: list[Any]
     inside: list[Int32]
     packed: bool
 
     @classmethod
     def of(cls, tile: Tile, place: Place, channels: Channels) -> LoneChannels:
-        total = 2 * len(channels.inside)
+        total = channels.run * len(channels.inside)
         index, count, owns = transposed_place(total, place.lane, LONE_LANES)
-        first = channels.first + index
-        if channels.together and total & (total - 1) == 0:
-            return cls(first, [Int32(owns)] * count, count * tile.activation_size >= 4)
-        inside = [Int32(owns) * Int32(index + i < total) * Int32(first + i < tile.rows) for i in range(count)]
-        return cls(first, inside, packed=False)
+        if channels.together and total & (total - 1) == 0:  # so many of a run
+            first = channels.first + channels.place_of(index)
+            return cls([first + i for i in range(count)], [Int32(owns)] * count, count * tile.activation_size >= 4)
+        rows = [channels.first + channels.place_of(index + i) for i in range(count)]
+        inside = [Int32(owns) * Int32(index + i < total) * Int32(row < tile.rows) for i, row in enumerate(rows)]
+        return cls([select(x != 0, row, Int32(0)) for x, row in zip(inside, rows, strict=True)], inside, packed=False)
 
     def load(self, valid: Any, where: Any, dtype: str) -> list[Float32]:
-        """The channels of a tensor whose first is at address `where`."""
-        size, count = SIZE_BYTES[dtype], len(self.inside)
+        """These channels of a tensor whose local row 0 is at address `where`."""
+        size, count = SIZE_BYTES[dtype], len(self.rows)
         if self.packed:
-            return unpack(load_row_words(valid * self.inside[0], where, count * size // 4), dtype)
-        return [load_scalar_if(valid * x, where + i * size, dtype) for i, x in enumerate(self.inside)]
+            return unpack(load_row_words(valid * self.inside[0], where + self.rows[0] * size, count * size // 4), dtype)
+        places = zip(self.rows, self.inside, strict=True)
+        return [load_scalar_if(valid * inside, where + row * size, dtype) for row, inside in places]
 
     def store(self, valid: Any, where: Any, values: list[Any], dtype: str) -> None:
         """Write them likewise."""
+        size = SIZE_BYTES[dtype]
         if self.packed:
-            words = pack(values, dtype)
+            words, at = pack(values, dtype), where + self.rows[0] * size
             width = access_words(len(words))
             for i in range(0, len(words), width):
-                store_words_if(valid * self.inside[0], where, words[i : i + width], offset=4 * i)
+                store_words_if(valid * self.inside[0], at, words[i : i + width], offset=4 * i)
             return
-        for i, (inside, value) in enumerate(zip(self.inside, values, strict=True)):
-            store_scalar_if(valid * inside, where + i * SIZE_BYTES[dtype], value, dtype)
+        for row, inside, value in zip(self.rows, self.inside, values, strict=True):
+            store_scalar_if(valid * inside, where + row * size, value, dtype)
 
 
 @dataclass(frozen=True)
@@ -249,8 +259,8 @@ class Cta:
 
     @property
     def first_channel(self) -> Any:
-        """The first of this lane's channels of V that a load or store begins with."""
-        return self.place.first_row + (self.lone if self.shape.tokens == 1 else self.channels).first
+        """The channel of V where this lane's loads and stores begin: its first, or the tile's for `LoneChannels`."""
+        return self.place.first_row + (0 if self.shape.tokens == 1 else self.channels.first)
 
     def input_place(self, tensor: cute.Tensor, token: Any, *index: Any) -> Int64:
         """Where a token's part of an input or the output begins."""
@@ -315,6 +325,13 @@ class TokenChannel:
         return cls(gate, query, key)
 
 
+def load_gate(cta: Cta) -> tuple[Any, ...]:
+    """`HeadLoads.gate`."""
+    place = cta.place
+    own = select(place.lane < cta.num_tokens, place.lane, Int32(0))
+    return cta.policy.load_token(cta.tensors.inputs, cta.tensors.parameters, place.row, cta.token_at(own), place.head)
+
+
 @dataclass(frozen=True)
 class HeadLoads:
     """Loads of a head that need neither slot nor cursor.
@@ -334,10 +351,9 @@ class HeadLoads:
     channels: list[list[TokenChannel]]
 
     @classmethod
-    def start(cls, cta: Cta) -> HeadLoads:
+    def start(cls, cta: Cta, gate: tuple[Any, ...] | None = None) -> HeadLoads:
         policy, shape, place, inputs = cta.policy, cta.shape, cta.place, cta.tensors.inputs
-        own = select(place.lane < cta.num_tokens, place.lane, Int32(0))
-        gate = policy.load_token(inputs, cta.tensors.parameters, place.row, cta.token_at(own), place.head)
+        gate = load_gate(cta) if gate is None else gate
 
         def of_tokens(tensor: cute.Tensor | None) -> list[Any]:
             tokens = [] if tensor is None else cta.own(0)[: 2 * shape.token_blocks] if shape.tokens > 1 else [Int32(0)]
@@ -385,14 +401,11 @@ class WindowLoads:
     scales: CodeScales | None
 
     @classmethod
-    def start(cls, cta: Cta, cursor: RowCursor) -> WindowLoads:
+    def start(cls, cta: Cta, cursor: RowCursor, ahead: Ahead | None = None) -> WindowLoads:
+        """`ahead` has those that are loaded already."""
         place, key = cta.place, cta.key
-        decays: LaneRecords | ChannelRecords
-        if cta.tile.channels:
-            decays = ChannelRecords.load(cta.tensors.pool.decay, key.decay_dtype, cta.tile, place, cursor)
-        else:
-            decays = LaneRecords.load(cta.tensors.pool, key, place, cursor)
-        values: list[Any] = [[] for _ in cta.channels.inside]
+        ahead = Ahead.start(cta, cursor) if ahead is None else ahead
+        values: list[Any] = [[] for _ in cta.channels.pairs]
         for first in range(0, cta.shape.window_columns, ROW_BLOCK):
             records = []
             for record in cta.own(first):
@@ -400,62 +413,75 @@ class WindowLoads:
                 records.append(cta.channels.load(Int32(record < cursor.count), where, key.record_dtype))
             for of_product, words in zip(values, zip(*records, strict=True), strict=True):
                 of_product.append(list(words))
-        scales = None
+        return cls(ahead.decays, values, ahead.scales)
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """The loads of a head whose results are needed first.
+
+    Args:
+        gate: as in `HeadLoads`; empty where that has it.
+        decays, scales: as in `WindowLoads`.
+    """
+
+    gate: tuple[Any, ...]
+    decays: Any
+    scales: CodeScales | None
+
+    @classmethod
+    def start(cls, cta: Cta, cursor: RowCursor, gate: tuple[Any, ...] = ()) -> Ahead:
+        place, key, scales = cta.place, cta.key, None
+        decays: LaneRecords | ChannelRecords
+        if cta.tile.channels:
+            decays = ChannelRecords.load(cta.tensors.pool.decay, key.decay_dtype, cta.tile, place, cursor)
+        else:
+            decays = LaneRecords.load(cta.tensors.pool, key, place, cursor)
         if key.read_dtype in SCALED:
             head = place.head * key.head_dim + place.first_row
-            rows = [(head + row, ahead) for row, ahead in cta.channels.pairs]
+            rows = [(head + row, ahead) for row, ahead in cta.channels.runs]
             places = CopyPlaces.of(cta.tensors.pool.copy, cursor.slot)
-            scales = CodeScales.load(cta.copy_shape, cta.tile, places, rows, place.lane % 4)
-        return cls(decays, values, scales)
+            together = cta.channels.together and cta.channels.run == 4
+            scales = CodeScales.load(cta.copy_shape, cta.tile, places, rows, cta.channels.run, together, place.lane % 4)
+        return cls(gate, decays, scales)
 
+    @property
+    def leaves(self) -> list[Any]:
+        """What was loaded, in order."""
+        scales = [] if self.scales is None else [x for row in self.scales.words for x in row] + self.scales.rows
+        return [*(x for x in self.gate if x is not None), *self.decays.words, *scales]
 
-def load_head(cta: Cta, cursor: RowCursor) -> tuple[HeadLoads, WindowLoads]:
-    """All loads of the head that the CTA is at, as `Held` keeps them."""
-    early, loads = HeadLoads.start(cta), WindowLoads.start(cta, cursor)
-    return early, replace(loads, decays=replace(loads.decays, indices=[], addresses=[]))
-
-
-def leaves(tree: Any) -> list[Any]:
-    """The device values of nested lists, tuples and dataclasses, in order."""
-    if tree is None or isinstance(tree, str):
-        return []
-    if isinstance(tree, (list, tuple)):
-        return [leaf for branch in tree for leaf in leaves(branch)]
-    if isinstance(tree, (HeadLoads, WindowLoads, LaneRecords, CodeScales)):
-        return leaves(list(vars(tree).values()))
-    return [tree]
-
-
-def with_leaves(tree: Any, values: Iterator[Any]) -> Any:
-    """The same tree with other device values, each of its type, from their bits."""
-    if tree is None or isinstance(tree, str):
-        return tree
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(with_leaves(branch, values) for branch in tree)
-    if isinstance(tree, (HeadLoads, WindowLoads, LaneRecords, CodeScales)):
-        return replace(tree, **{name: with_leaves(branch, values) for name, branch in vars(tree).items()})
-    return next(values).bitcast(type(tree))
+    def with_leaves(self, words: list[Uint32]) -> Ahead:
+        """The same with other values, from their bits."""
+        found = (word.bitcast(type(leaf)) for word, leaf in zip(words, self.leaves, strict=True))
+        gate = tuple(None if x is None else next(found) for x in self.gate)
+        decays = replace(self.decays, words=[next(found) for _ in self.decays.words])
+        scales = self.scales
+        if scales is not None:
+            of_rows = [[next(found) for _ in row] for row in scales.words]
+            scales = replace(scales, words=of_rows, rows=[next(found) for _ in scales.rows])
+        return Ahead(gate, decays, scales)
 
 
 @dataclass(frozen=True)
 class Held:
-    """Loads that a loop makes one turn ahead, in registers from turn to turn."""
+    """`Ahead` of the next head, in registers from one turn of a loop over heads to the next."""
 
-    tree: Any
+    first: Ahead
     words: cute.Tensor
 
     @classmethod
-    def of(cls, tree: Any) -> Held:
-        held = cls(tree, cute.make_rmem_tensor((len(leaves(tree)),), Uint32))
-        held.put(tree)
+    def of(cls, first: Ahead) -> Held:
+        held = cls(first, cute.make_rmem_tensor((len(first.leaves),), Uint32))
+        held.put(first)
         return held
 
-    def put(self, tree: Any) -> None:
-        for i, leaf in enumerate(leaves(tree)):
+    def put(self, ahead: Ahead) -> None:
+        for i, leaf in enumerate(ahead.leaves):
             self.words[i] = leaf.bitcast(Uint32)
 
-    def get(self) -> Any:
-        return with_leaves(self.tree, iter([self.words[i] for i in range(len(leaves(self.tree)))]))
+    def get(self) -> Ahead:
+        return self.first.with_leaves([self.words[i] for i in range(len(self.first.leaves))])
 
 
 @dataclass(frozen=True)

@@ -29,13 +29,14 @@ from cute_kernels.args import StepTensors
 from cute_kernels.configs import SIZE_BYTES, DraftShape, Tile
 from cute_kernels.drafts import (
     LONE_LANES,
+    Ahead,
     Channels,
     Cta,
     Draft,
-    Held,
     HeadLoads,
+    Held,
     WindowLoads,
-    load_head,
+    load_gate,
     load_keys,
     load_probes,
     probe_factors,
@@ -53,7 +54,7 @@ from cute_kernels.replay.channels import own_channels
 from cute_kernels.replay.codes import PROBE_SCALE, scales_probes
 from cute_kernels.replay.cursor import RowCursor, is_padding, load_force, load_slot, load_span
 from cute_kernels.replay.delta import correction
-from cute_kernels.replay.draft import StateRows, score_block
+from cute_kernels.replay.draft import StateProbes, StateRows, score_block
 from cute_kernels.replay.quant import TILE_ROWS, CopyPlaces, clear_scales, encode_rows
 from cute_kernels.replay.window import Place, address, store_scalar_if
 
@@ -264,11 +265,21 @@ def value_fragments(words: list[list[Uint32]], dtype: str, terms: int) -> tuple[
     return upper, lower
 
 
-def read_rows(cta: Cta, cursor: RowCursor, early: HeadLoads, loads: WindowLoads, draft: Draft, probes: Any) -> None:
-    """This warp's rows of all outputs, and of the tokens' values."""
+def read_head(
+    cta: Cta, cursor: RowCursor, early: HeadLoads, loads: WindowLoads, draft: Draft, probes: StateProbes
+) -> None:
+    """This warp's rows of all outputs of a head, and of the tokens' values, once the tile is there."""
+    read = read_lone if cta.shape.tokens == 1 else read_rows
+    read(cta, cursor, early, loads, draft, probes)
+
+
+def read_rows(
+    cta: Cta, cursor: RowCursor, early: HeadLoads, loads: WindowLoads, draft: Draft, probes: StateProbes
+) -> None:
+    """`read_head` of several tokens."""
     shape, scores, terms = cta.shape, cta.scores, cta.terms
     factors = draft.column_factors()
-    products = state_rows(cta, loads).products(probes, terms)
+    products = state_rows(cta, loads).products(probes)
     for readouts in products:
         for b, of_block in enumerate(readouts):
             readouts[b] = [x * factors[b][j % 2] for j, x in enumerate(of_block)]
@@ -361,10 +372,12 @@ def add_tokens(cta: Cta, words: list[list[Uint32]], readouts: list[list[Any]]) -
     return readouts
 
 
-def read_lone(cta: Cta, cursor: RowCursor, early: HeadLoads, loads: WindowLoads, draft: Draft, probes: Any) -> None:
-    """The same where there is one token: its scores are not weighed yet, and what lanes have of sums is added last."""
+def read_lone(
+    cta: Cta, cursor: RowCursor, early: HeadLoads, loads: WindowLoads, draft: Draft, probes: StateProbes
+) -> None:
+    """`read_head` of one token: its scores are not weighed yet, and what lanes have of sums is added last."""
     policy, key, decays = cta.policy, cta.key, draft.decays
-    products = state_rows(cta, loads).lone_products(probes, cta.terms)
+    products = state_rows(cta, loads).lone_products(probes)
     window = lone_window(cta, cursor, loads, decays.records.weights)
     own_score = load_shared_floats(cta.scores.base + cta.shape.window_columns * 4, 1, 4)[0]
     answers = []
@@ -384,7 +397,7 @@ def read_lone(cta: Cta, cursor: RowCursor, early: HeadLoads, loads: WindowLoads,
         record, weight = early.values[0], own_score * decays.token_weight + draft.gate.skip
         outputs = [x + value * weight for x, value in zip(answers[0], record, strict=True)]
     lone, valid = cta.lone, cta.is_token(Int32(0))
-    channel = cta.place.first_row + lone.first
+    channel = cta.place.first_row
     lone.store(valid, cta.value_place(cursor, cursor.count, channel), record, key.record_dtype)
     finished = [policy.finish(x, y) for x, y in zip(outputs, epilogues, strict=True)]
     where = cta.input_place(cta.tensors.out, 0, cta.place.head, channel)
@@ -426,27 +439,27 @@ def write_copy(cta: Cta, cursor: RowCursor):
                 clear_scales(shape, places, tile * TILE_ROWS, cta.place.lane)
 
 
-def take_head(cta: Cta, scoring: Scoring, early: HeadLoads, loads: WindowLoads, draft: Draft, arrival: Any) -> None:
-    """The outputs of a head whose scores are ready."""
-    probes = cta.staged if cta.shape.channels else cta.probes(scoring.probes)
-    bulk_wait(arrival)
-    read = read_lone if cta.shape.tokens == 1 else read_rows
-    read(cta, scoring.cursor, early, loads, draft, probes)
+def state_probes(cta: Cta, probes: list[list[list[Uint32]]]) -> StateProbes:
+    """What `load_probes` loaded, or where channels decay what is staged of it, as the state meets it."""
+    vectors = cta.staged if cta.shape.channels else cta.probes(probes)
+    dtype = cta.key.read_dtype or cta.key.checkpoint_dtype
+    return StateProbes(vectors, dtype, cta.terms, cta.shape.tokens == 1, made=[])
 
 
-def take_next_head(cta: Cta, index: Any, scoring: Scoring, held: Held, arrival: Any) -> None:
-    """Weigh and read one of a CTA's heads, whose loads were started a turn ago, and start those of the next."""
-    early, loads = held.get()
-    last = Int32(cta.key.config.heads - 1)
-    ahead = load_head(cta.at_head(select(index < last, index + 1, last)), scoring.cursor)
-    at = cta.at_head(index)
+def take_next_head(cta: Cta, index: Any, scoring: Scoring, held: Held, probes: Any, arrival: Any) -> None:
+    """Weigh and read one of a CTA's heads, and start the first loads of the next."""
+    cursor, last = scoring.cursor, Int32(cta.key.config.heads - 1)
+    at, after, ahead = cta.at_head(index), cta.at_head(select(index < last, index + 1, last)), held.get()
+    early, loads = HeadLoads.start(at, ahead.gate), WindowLoads.start(at, cursor, ahead)
+    ahead = Ahead.start(after, cursor, load_gate(after))
     draft = Draft.of(at, early, loads.decays, scoring.factors)
-    append_decays(at, scoring.cursor, draft.gate)
+    append_decays(at, cursor, draft.gate)
     if cta.shape.tokens > 1:
         cta.sync()  # the head before has read its scores
         scoring.weigh(draft)
         cta.sync()
-    take_head(at, scoring, early, loads, draft, arrival)
+    bulk_wait(arrival)
+    read_head(at, cursor, early, loads, draft, probes)
     held.put(ahead)
 
 
@@ -530,11 +543,12 @@ def verify_kernel(tensors: StepTensors, total: Int32, pad_slot: Int32, key: cutl
         keys = load_keys(cta, cursor)
         if cutlass.const_expr(several):
             scoring = Scoring(cta, cursor, probes, probe_factors(cta, probes))
-            held = Held.of(load_head(cta, cursor))
+            held = Held.of(Ahead.start(cta, cursor, load_gate(cta)))
             scoring.score(keys, Float32(0.0), None)
             cta.sync()
+            fragments = state_probes(cta, probes).ready()
             for index in cutlass.range(key.config.heads, unroll=1):
-                take_next_head(cta, index, scoring, held, shared.arrival)
+                take_next_head(cta, index, scoring, held, fragments, shared.arrival)
             if cutlass.const_expr(key.rows.pdl):
                 cute.arch.griddepcontrol_launch_dependents()
             if cursor.folds:
@@ -555,6 +569,7 @@ def verify_kernel(tensors: StepTensors, total: Int32, pad_slot: Int32, key: cutl
                 append_decays(cta, cursor, draft.gate)
             scoring.score(keys, zero, draft if shape.tokens > 1 else None)
             cute.arch.barrier()
-            take_head(cta, scoring, early, loads, draft, shared.arrival)
+            bulk_wait(shared.arrival)
+            read_head(cta, cursor, early, loads, draft, state_probes(cta, probes))
             if cursor.folds:
                 fold_head(cta, cursor, draft.decays.records, shared.state)

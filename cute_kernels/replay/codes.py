@@ -132,52 +132,70 @@ def code_fragment(dtype: str, words: list[Any], factors: list[Any]) -> Fragment:
 
 @dataclass(frozen=True)
 class CodeScales:
-    """Scales of the neighbouring rows that a lane has.
+    """Scales of the rows that a lane has.
 
     Args:
-        words: of each row, and each chunk of K, four scale bytes of blocks, shifted so that this lane's are the lowest;
-            empty where scales are those of rows.
+        words: of each row, and each chunk of K, the four scale bytes among which are those of this lane's blocks; empty
+            where scales are those of rows.
         rows: float32 scales of the rows; empty where there are none.
+        shifts: for each chunk, by how much the words have to be shifted so that this lane's bytes are the lowest.
     """
 
     dtype: str
     words: list[list[Uint32]]
     rows: list[Float32]
+    shifts: list[Any]
 
     @classmethod
     def load(
-        cls, shape: CopyShape, tile: Tile, places: CopyPlaces, rows: list[tuple[Any, int]], lane4: Any
+        cls,
+        shape: CopyShape,
+        tile: Tile,
+        places: CopyPlaces,
+        runs: list[tuple[Any, int]],
+        run: int,
+        together: bool,
+        lane4: Any,
     ) -> CodeScales:
-        """Start the loads for pairs of rows of all heads, each (row, rows ahead of it), the sum an even number.
+        """Start the loads for runs of `run` rows of all heads, each (first row, rows ahead of it), an even number.
 
-        Rows ahead must lie in one tile of 16 with the row that they are ahead of.
+        Args:
+            together: runs lie 32 rows apart, in one group of 128, and begin at multiples of 4, the first among the
+                first 32 of so many times 32 rows as there are runs.
         """
         dtype, words, scales = shape.read_dtype, [], []
-        for n, (row, ahead) in enumerate(rows):
-            for i in (0, 1):
-                of_row = []
-                for first in range(0, tile.d_state if shape.blocks else 0, 4 * tile.read_vector):
-                    block = (first + lane4 * tile.read_vector) // BLOCK[dtype]
-                    where = places.scale + Int64(scale_at(shape, row, block & -ATOM_BLOCKS))
-                    (word,) = load_words(where, 1, offset=(ahead + i) << 4)
-                    of_row.append(word >> Uint32((block & 3) * 8))
-                words.append(of_row)
+        firsts = range(0, tile.d_state if shape.blocks else 0, 4 * tile.read_vector)
+        blocks = [(first + lane4 * tile.read_vector) // BLOCK[dtype] for first in firsts]
+
+        def of_row(row: Any, ahead: int, count: int) -> list[list[Uint32]]:
+            """The words of a row, and of those 32, 64, .. rows behind it."""
+            where = [places.scale + Int64(scale_at(shape, row, block & -ATOM_BLOCKS)) for block in blocks]
+            found = [load_words(at, count, offset=ahead << 4) for at in where]
+            return [list(chunks) for chunks in zip(*found, strict=True)] if found else [[] for _ in range(count)]
+
+        if together:
+            by_row = [of_row(runs[0][0], i, len(runs)) for i in range(run)]
+            words = [by_row[i][n] for n in range(len(runs)) for i in range(run)]
+        else:
+            words = [of_row(row + ahead, i, 1)[0] for row, ahead in runs for i in range(run)]
+        for row, ahead in runs:
             if dtype == "nvfp4":
-                if n > 0 and ahead > 0:
-                    scales += scales[:2]
-                    continue
-                (word,) = load_words(places.tile_scale + Int64((row >> 4) * 4), 1)
-                scales += [word.bitcast(Float32)] * 2
+                (word,) = load_words(places.tile_scale + Int64((row + ahead >> 4) * 4), 1)
+                scales += [word.bitcast(Float32)] * run
             elif not shape.blocks:
-                pair = load_words(places.scale + Int64(row * 4), 2, offset=ahead * 4)
-                scales += [word.bitcast(Float32) for word in pair]
-        return cls(dtype, words, scales)
+                of_run = load_words(places.scale + Int64(row * 4), run, offset=ahead * 4)
+                scales += [word.bitcast(Float32) for word in of_run]
+        return cls(dtype, words, scales, [(block & 3) * 8 for block in blocks])
+
+    def word(self, row: int, chunk: int) -> Uint32:
+        """Four scale bytes, this lane's the lowest."""
+        return self.words[row][chunk] >> Uint32(self.shifts[chunk])
 
     def factors(self, row: int, chunk: int) -> list[Uint32]:
         """Of each 16 codes of this lane's vector in a chunk: the scale as a pair of bfloat16, see the table above."""
         if not self.words[row]:
             return []
-        word = self.words[row][chunk]
+        word = self.word(row, chunk)
         if self.dtype == "mxfp8":
             byte = word & Uint32(0xFF)
             # 2**(byte - 127); 2**-127 is a subnormal.
@@ -189,7 +207,7 @@ class CodeScales:
 
     def block_scales(self, row: int, chunk: int) -> list[Float32]:
         """The scales of the two nvfp4 blocks of this lane's vector in a chunk, times 2**6."""
-        word = self.words[row][chunk]
+        word = self.word(row, chunk)
         bits = [(word << shift) & Uint32(0xFF << 20) for shift in (20, 12)]
         return [product(x.bitcast(Float32), Float32(2.0**126)) for x in bits]
 

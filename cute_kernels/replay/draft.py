@@ -12,7 +12,7 @@ of a product of 16 rows of the state rows 2 g and 2 g + 1 for tokens 2 t and 2 t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cutlass import Float32, Int32, Uint32
@@ -179,10 +179,6 @@ class StateRows:
     scales: CodeScales | None
     lane: Int32
 
-    @property
-    def chunks(self) -> int:
-        return self.tile.d_state // (4 * self.tile.read_vector)
-
     def fragments(self, pair: int, chunk: int, terms: int, *, scaled: bool = True) -> list[Fragment]:
         """Both rows of a pair, one chunk of K; codes of nvfp4 times the scales of their blocks if asked."""
         row_bytes, access = (n * self.tile.read_bits // 8 for n in (self.tile.d_state, self.tile.read_vector))
@@ -197,51 +193,85 @@ class StateRows:
                 made.append(code_fragment(self.dtype, words, factors))
         return made
 
-    def products(self, probes: Vectors | StagedVectors, terms: int) -> list[list[list[Float32]]]:
+    def products(self, probes: StateProbes) -> list[list[list[Float32]]]:
         """For each pair of rows their products with each block of probes, as `multiply` returns them."""
         sums = [[[Float32(0.0)] * 4 for _ in range(probes.blocks)] for _ in self.pairs]
-        for c in range(self.chunks):
-            rows = [self.fragments(pair, c, terms) for pair in range(len(self.pairs))]
+        for c in range(probes.chunks):
+            rows = [self.fragments(pair, c, probes.terms) for pair in range(len(self.pairs))]
             for b in range(probes.blocks):
-                right = probes.fragment(b, c, terms, self.tile.read_bits, scaled=scales_probes(self.dtype, lone=False))
+                right = probes.fragment(b, c)
                 for of_pair, (upper, lower) in zip(sums, rows, strict=True):
-                    of_pair[b] = multiply(of_pair[b], upper, lower, right, terms)
+                    of_pair[b] = multiply(of_pair[b], upper, lower, right, probes.terms)
         return sums if self.scales is None else [self.scales.scaled(i, of_pair) for i, of_pair in enumerate(sums)]
 
-    def lone_products(self, probes: Vectors | StagedVectors, terms: int) -> list[list[Float32]]:
+    def lone_products(self, probes: StateProbes) -> list[list[Float32]]:
         """For each of one token's probes its products with this lane's rows, of which the four lanes of a row have parts.
 
-        Every lane must have its part of the token's vectors. A lane's part of a row meets the probe in two columns of
-        its own, one for each of two nvfp4 blocks, so the scales of blocks are factors of sums and not of codes.
+        A lane's part of a row meets the probe in two columns of its own, one for each of two nvfp4 blocks, so the
+        scales of blocks are factors of sums and not of codes.
         """
-        blocks = self.dtype == "nvfp4"
-        scaled = scales_probes(self.dtype, lone=True)
-        own = [self.lane // 4 == self.lane % 4 * 2 + j for j in (0, 1)]
-        right: list[list[Fragment]] = [[] for _ in range(probes.blocks)]
-        for p, of_probe in enumerate(right):
-            for c in range(self.chunks):
-                words = probes.fragment(p, c, terms, self.tile.read_bits, scaled=scaled)
-                of_probe.append([_kept(own[k // 4 if blocks else 0], x) for k, x in enumerate(words)])
-        sums: list[list[Float32]] = [[] for _ in right]
+        blocks, power = self.dtype == "nvfp4", 80 if scales_probes(self.dtype, lone=True) else 0
+        sums: list[list[Float32]] = [[] for _ in range(probes.blocks)]
         for pair in range(len(self.pairs)):
-            found = [[Float32(0.0)] * 2 for _ in right]
-            raw = [[Float32(0.0)] * 4 for _ in right]
-            for c in range(self.chunks):
-                upper, lower = self.fragments(pair, c, terms, scaled=not blocks)
-                for p, of_probe in enumerate(right):
+            found = [[Float32(0.0)] * 2 for _ in sums]
+            raw = [[Float32(0.0)] * 4 for _ in sums]
+            for c in range(probes.chunks):
+                upper, lower = self.fragments(pair, c, probes.terms, scaled=not blocks)
+                for p in range(probes.blocks):
                     start = [Float32(0.0)] * 4 if blocks else raw[p]
-                    raw[p] = multiply(start, upper, lower, of_probe[c], terms)
+                    raw[p] = multiply(start, upper, lower, probes.fragment(p, c), probes.terms)
                     if blocks and self.scales is not None:
                         for i in (0, 1):
                             first, second = self.scales.block_scales(2 * pair + i, c)
                             found[p][i] = found[p][i] + raw[p][2 * i] * first + raw[p][2 * i + 1] * second
-            for p in range(len(right)):
+            for p, of_probe in enumerate(sums):
                 of_pair = found[p] if blocks else [raw[p][0], raw[p][2]]
                 if self.scales is not None and self.scales.rows:
-                    power = 80 if scaled else 0
                     of_pair = [x * self.scales.of_sums(2 * pair + i, power) for i, x in enumerate(of_pair)]
-                sums[p] += of_pair
+                of_probe += of_pair
         return sums
+
+
+@dataclass(frozen=True)
+class StateProbes:
+    """The probes as a state meets them.
+
+    Args:
+        dtype: of the state.
+        lone: of one token, for `StateRows.lone_products`: every lane has its part of the vectors.
+        made: the fragments, where they are made ahead of their use.
+    """
+
+    vectors: Vectors | StagedVectors
+    dtype: str
+    terms: int
+    lone: bool
+    made: list[list[Fragment]]
+
+    @property
+    def blocks(self) -> int:
+        return self.vectors.blocks
+
+    @property
+    def chunks(self) -> int:
+        return self.vectors.tile.d_state // (4 * self.vectors.tile.read_vector)
+
+    def ready(self) -> StateProbes:
+        """The same, all fragments made."""
+        made = [[self.fragment(b, c) for c in range(self.chunks)] for b in range(self.blocks)]
+        return replace(self, made=made)
+
+    def fragment(self, block: int, chunk: int) -> Fragment:
+        """One chunk of a block."""
+        if self.made:
+            return self.made[block][chunk]
+        vectors = self.vectors
+        scaled = scales_probes(self.dtype, lone=self.lone)
+        words = vectors.fragment(block, chunk, self.terms, vectors.tile.read_bits, scaled=scaled)
+        if not self.lone:
+            return words
+        own = [vectors.lane // 4 == vectors.lane % 4 * 2 + j for j in (0, 1)]
+        return [_kept(own[k // 4 if self.dtype == "nvfp4" else 0], x) for k, x in enumerate(words)]
 
 
 def _kept(condition: Any, terms: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
