@@ -11,6 +11,7 @@ WARP = 32
 LANES_PER_RECORD = 8
 THREADS = 128  # of a CTA of the kernels that have no configuration
 ROW_BLOCK = 16  # rows of a product of several tokens
+MOST_TILES = 2  # of a CTA at a time
 RingLayout = Literal["record_major", "head_major", "strided"]
 Precision = Literal["fp32", "tf32", "bf16"]
 TERMS: dict[Precision, int] = {"fp32": 3, "tf32": 2, "bf16": 1}
@@ -381,6 +382,11 @@ class DraftShape:
         return self.terms * vectors * tile.staged_vector_bytes if self.channels else 0
 
     @property
+    def tiles(self) -> int:
+        """Tiles that a CTA keeps: the one that is read and the next."""
+        return min(self.heads, MOST_TILES)
+
+    @property
     def folds_over_tiles(self) -> bool:
         """Whether a fold stages its records where the tiles were: copies, which no fold reads. Decays by channel are
         staged beside the tile, and a fold needs them."""
@@ -391,4 +397,4 @@ class DraftShape:
         records."""
         own = tile.channel_bytes + self.scores_bytes + self.between_bytes + self.vectors_bytes(tile)
         own += self.scores_bytes if self.keeps_raw else 0
-        return max(own, tile.staging_bytes - (self.heads * tile.bytes if self.folds_over_tiles else 0))
+        return max(own, tile.staging_bytes - (self.tiles * tile.bytes if self.folds_over_tiles else 0))

@@ -11,6 +11,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 from cute_kernels.args import StepTensors
 from cute_kernels.configs import ROW_BLOCK, SIZE_BYTES, DraftShape, StepKey, Tile
 from cute_kernels.primitives.arithmetic import exp2, select
+from cute_kernels.primitives.bulk import bulk_load
 from cute_kernels.primitives.convert import pack, unpack
 from cute_kernels.primitives.memory import store_words_if
 from cute_kernels.primitives.reduce import broadcast, prefix_sums, transposed_place
@@ -128,13 +129,17 @@ class LoneChannels:
         inside = [Int32(owns) * Int32(index + i < total) * Int32(row < tile.rows) for i, row in enumerate(rows)]
         return cls([select(x != 0, row, Int32(0)) for x, row in zip(inside, rows, strict=True)], inside, packed=False)
 
-    def load(self, valid: Any, where: Any, dtype: str) -> list[Float32]:
-        """These channels of a tensor whose local row 0 is at address `where`."""
+    def load(self, valid: Any, where: Any, dtype: str) -> list[Any]:
+        """These channels of a tensor whose local row 0 is at address `where`, as `unpacked` takes them: nothing waits
+        for them yet."""
         size, count = SIZE_BYTES[dtype], len(self.rows)
         if self.packed:
-            return unpack(load_row_words(valid * self.inside[0], where + self.rows[0] * size, count * size // 4), dtype)
+            return load_row_words(valid * self.inside[0], where + self.rows[0] * size, count * size // 4)
         places = zip(self.rows, self.inside, strict=True)
         return [load_scalar_if(valid * inside, where + row * size, dtype) for row, inside in places]
+
+    def unpacked(self, loaded: list[Any], dtype: str) -> list[Float32]:
+        return unpack(loaded, dtype) if self.packed else loaded
 
     def store(self, valid: Any, where: Any, values: list[Any], dtype: str) -> None:
         """Write them likewise."""
@@ -184,8 +189,19 @@ class Cta:
 
     def at_head(self, index: Any) -> Cta:
         """The same at one of its heads."""
-        memory = replace(self.memory, state=self.memory.state + index * self.tile.bytes)
+        memory = replace(self.memory, state=self.memory.state + index % self.shape.tiles * self.tile.bytes)
         return replace(self, place=replace(self.place, head=self.place.head + index), memory=memory)
+
+    def start_tile(self, slot: Any, arrival: Any, index: Any, policy: Any) -> None:
+        """Start the copy of the tile that a head reads, of the checkpoint or of its copy."""
+        at, size = self.at_head(index), SIZE_BYTES[self.key.checkpoint_dtype]
+        source = self.tensors.pool.checkpoint
+        if self.key.read_dtype is not None:
+            source = self.tensors.pool.copy.codes
+            size = source.element_type.width // 8
+        where = address(source, size, slot, at.place.head, at.place.first_row)
+        barrier = arrival + index % self.shape.tiles
+        bulk_load(self.place.thread, at.memory.state, where, barrier, policy, self.tile.bytes)
 
     def sync(self) -> None:
         """Wait for the CTA's warps."""
@@ -339,7 +355,7 @@ class HeadLoads:
     Args:
         gate: what `Recurrence.load_token` loaded for the token of this lane; the first one's where there is none.
         values: of each token of this lane (`Cta.own`) what `Channels.load` loaded of its value; empty under a delta rule.
-        epilogues: the same of the epilogue's input, empty where there is none. One token's are the floats of
+        epilogues: the same of the epilogue's input, empty where there is none. One token's are those of
             `LoneChannels.load`, and so are its values.
         channels: for each channel of K that this thread has, and each token, what its decay needs, its query and key;
             empty where one decay is all.

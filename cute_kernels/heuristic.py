@@ -26,7 +26,7 @@ MOST_LARGE_CTAS = 2
 def smem_bytes(key: StepKey) -> int:
     """Shared memory of a CTA, and some for alignment."""
     tile, shape = Tile.of(key), DraftShape.of(key)
-    return shape.heads * tile.bytes + shape.staging_bytes(tile) + 16 if key.drafts else tile.smem_bytes
+    return shape.tiles * (tile.bytes + 8) + shape.staging_bytes(tile) + 8 if key.drafts else tile.smem_bytes
 
 
 def room(key: StepKey) -> int:

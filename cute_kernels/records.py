@@ -116,7 +116,7 @@ def append_folded_decay(pool: PoolTensors, place: Place, cursor: RowCursor, gate
 class TileMemory:
     """Shared addresses of a CTA: its tile of the checkpoint, and what is staged beside it.
 
-    `arrival` is the barrier of the tile's copy, None for a fold that need not wait for it.
+    `arrival` is the barrier of the tile's copy, or of the first of several, None for a fold that need not wait for it.
     """
 
     state: Int32
@@ -124,13 +124,13 @@ class TileMemory:
     arrival: Any
 
     @classmethod
-    def allocate(cls, tile_bytes: int, staging_bytes: int) -> TileMemory:
-        """Reserve the memory, what is staged directly behind the tile; `bulk_init` must make the barrier."""
+    def allocate(cls, tile_bytes: int, staging_bytes: int, tiles: int = 1) -> TileMemory:
+        """Reserve the memory, what is staged directly behind the tiles; `bulk_init` must make the barriers."""
         smem = cutlass.AddressSpace.smem
-        memory = cutlass.Array(Uint32, ((tile_bytes + staging_bytes) // 4,), space=smem, alignment=128)
-        barrier = cutlass.Array(Int64, (1,), space=smem, alignment=8)
+        memory = cutlass.Array(Uint32, ((tiles * tile_bytes + staging_bytes) // 4,), space=smem, alignment=128)
+        barriers = cutlass.Array(Int64, (tiles,), space=smem, alignment=8)
         state = Int32(memory.data_ptr().toint())
-        return cls(state, state + tile_bytes, barrier.data_ptr())
+        return cls(state, state + tiles * tile_bytes, barriers.data_ptr())
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ from cute_kernels.drafts import (
     probe_factors,
 )
 from cute_kernels.primitives.arithmetic import LOG2_E, at_most, exp2, select
-from cute_kernels.primitives.bulk import bulk_init, bulk_load, bulk_wait
+from cute_kernels.primitives.bulk import bulk_init, bulk_wait
 from cute_kernels.primitives.control import barrier_of_zero, when
 from cute_kernels.primitives.convert import pack, unpack
 from cute_kernels.primitives.memory import EVICT_FIRST, EVICT_NORMAL, load_shared_floats, store_words_if
@@ -277,7 +277,7 @@ def read_rows(
     cta: Cta, cursor: RowCursor, early: HeadLoads, loads: WindowLoads, draft: Draft, probes: StateProbes
 ) -> None:
     """`read_head` of several tokens."""
-    shape, scores, terms = cta.shape, cta.scores, cta.terms
+    shape, scores = cta.shape, cta.scores
     factors = draft.column_factors()
     products = state_rows(cta, loads).products(probes)
     for readouts in products:
@@ -386,7 +386,9 @@ def read_lone(
         since = factor[0] * decays.since_window
         answers.append([x * since for x in transposing_sum(sums, cta.place.lane, LONE_LANES)])
         own_score = own_score * factor[0]
-    epilogues = [policy.epilogue(x) for x in (early.epilogues[0] if early.epilogues else [None] * len(answers[0]))]
+    lone, epilogues = cta.lone, [policy.epilogue(None)] * len(answers[0])
+    if early.epilogues:
+        epilogues = [policy.epilogue(x) for x in lone.unpacked(early.epilogues[0], key.activation_dtype)]
     if policy.value_needs_state:
         solved = [
             correction([query, of_key], value, draft.gate.strength, own_score)
@@ -394,9 +396,10 @@ def read_lone(
         ]
         outputs, record = [x for x, _ in solved], [y for _, y in solved]
     else:
-        record, weight = early.values[0], own_score * decays.token_weight + draft.gate.skip
+        record = lone.unpacked(early.values[0], key.activation_dtype)
+        weight = own_score * decays.token_weight + draft.gate.skip
         outputs = [x + value * weight for x, value in zip(answers[0], record, strict=True)]
-    lone, valid = cta.lone, cta.is_token(Int32(0))
+    valid = cta.is_token(Int32(0))
     channel = cta.place.first_row
     lone.store(valid, cta.value_place(cursor, cursor.count, channel), record, key.record_dtype)
     finished = [policy.finish(x, y) for x, y in zip(outputs, epilogues, strict=True)]
@@ -446,9 +449,11 @@ def state_probes(cta: Cta, probes: list[list[list[Uint32]]]) -> StateProbes:
     return StateProbes(vectors, dtype, cta.terms, cta.shape.tokens == 1, made=[])
 
 
-def take_next_head(cta: Cta, index: Any, scoring: Scoring, held: Held, probes: Any, arrival: Any) -> None:
-    """Weigh and read one of a CTA's heads, and start the first loads of the next."""
-    cursor, last = scoring.cursor, Int32(cta.key.config.heads - 1)
+def take_next_head(
+    cta: Cta, index: Any, scoring: Scoring, held: Held, probes: StateProbes, arrival: Any, policy: Any
+) -> None:
+    """Weigh and read one of a CTA's heads, and start the first loads of the next, and the tile after it."""
+    cursor, tiles, last = scoring.cursor, cta.shape.tiles, Int32(cta.key.config.heads - 1)
     at, after, ahead = cta.at_head(index), cta.at_head(select(index < last, index + 1, last)), held.get()
     early, loads = HeadLoads.start(at, ahead.gate), WindowLoads.start(at, cursor, ahead)
     ahead = Ahead.start(after, cursor, load_gate(after))
@@ -458,8 +463,10 @@ def take_next_head(cta: Cta, index: Any, scoring: Scoring, held: Held, probes: A
         cta.sync()  # the head before has read its scores
         scoring.weigh(draft)
         cta.sync()
-    bulk_wait(arrival)
+    bulk_wait(arrival + index % tiles, index // tiles % 2)
     read_head(at, cursor, early, loads, draft, probes)
+    cta.sync()  # no warp needs the tile any more
+    when(index + tiles <= last, lambda: cta.start_tile(cursor.slot, arrival, index + tiles, policy))
     held.put(ahead)
 
 
@@ -494,7 +501,7 @@ def verify_kernel(tensors: StepTensors, total: Int32, pad_slot: Int32, key: cutl
     _, row, _ = cute.arch.block_idx()
     place = Place.of(key, Int32(0) if key.rows.has_cu_seqlens else row)
     thread, head = place.thread, place.head
-    shared = TileMemory.allocate(shape.heads * tile.bytes, shape.staging_bytes(tile))
+    shared = TileMemory.allocate(tile.bytes, shape.staging_bytes(tile), shape.tiles)
     if cutlass.const_expr(key.rows.pdl):
         cute.arch.griddepcontrol_wait()
     slot = load_slot(tensors.rows.cache_indices, row, key.rows.index_dtype)
@@ -513,7 +520,7 @@ def verify_kernel(tensors: StepTensors, total: Int32, pad_slot: Int32, key: cutl
     several = cutlass.const_expr(key.config.heads > 1)
     probes = load_probes(cta)
     early = None if several else HeadLoads.start(cta)
-    bulk_init(thread, shared.arrival)
+    bulk_init(thread, shared.arrival, shape.tiles)
     cute.arch.barrier()
     if padding:
         for index in cutlass.range_constexpr(key.config.heads * shape.tokens):
@@ -532,13 +539,10 @@ def verify_kernel(tensors: StepTensors, total: Int32, pad_slot: Int32, key: cutl
             window=key.window,
             tokens=num_tokens,
         )
-        read_at = address(tensors.pool.checkpoint, SIZE_BYTES[key.checkpoint_dtype], slot, head, place.first_row)
-        if cutlass.const_expr(key.read_dtype is not None):
-            codes = tensors.pool.copy.codes
-            read_at = address(codes, codes.element_type.width // 8, slot, head, place.first_row)
         # As in `step.step_kernel`: rows that only read leave L2 to what is written (batch 256, T = 8: 286 -> 282 us).
         policy = select(cursor.folds, Int64(EVICT_NORMAL), Int64(EVICT_FIRST))
-        bulk_load(thread, shared.state, read_at, shared.arrival, policy, key.config.heads * tile.bytes)
+        for index in cutlass.range_constexpr(shape.tiles):
+            cta.start_tile(cursor.slot, shared.arrival, index, policy)
         cute.arch.barrier()
         keys = load_keys(cta, cursor)
         if cutlass.const_expr(several):
@@ -548,7 +552,7 @@ def verify_kernel(tensors: StepTensors, total: Int32, pad_slot: Int32, key: cutl
             cta.sync()
             fragments = state_probes(cta, probes).ready()
             for index in cutlass.range(key.config.heads, unroll=1):
-                take_next_head(cta, index, scoring, held, fragments, shared.arrival)
+                take_next_head(cta, index, scoring, held, fragments, shared.arrival, policy)
             if cutlass.const_expr(key.rows.pdl):
                 cute.arch.griddepcontrol_launch_dependents()
             if cursor.folds:

@@ -11,14 +11,15 @@ from cutlass.experimental import primitives as P
 
 
 @cute.jit
-def bulk_init(thread: Int32, barrier: Any):
-    """Initialise the barrier of a copy, by thread 0; a CTA-wide barrier must follow before its use.
+def bulk_init(thread: Int32, barrier: Any, count: cutlass.Constexpr[int] = 1):
+    """Initialise the barriers of `count` copies at a time, by thread 0; a CTA-wide barrier must follow before their use.
 
     Args:
-        barrier: pointer to an Int64 of shared memory.
+        barrier: pointer to so many Int64 of shared memory.
     """
     if thread == 0:
-        P.mbarrier_init(barrier, 1)
+        for i in cutlass.range_constexpr(count):
+            P.mbarrier_init(barrier + i, 1)
         P.fence_mbarrier_init()
 
 
@@ -43,6 +44,6 @@ def bulk_load(
         )
 
 
-def bulk_wait(barrier: Any) -> None:
-    """Wait until the first copy on a barrier has arrived."""
-    cute.arch.mbarrier_wait(barrier, 0)
+def bulk_wait(barrier: Any, turn: Any = 0) -> None:
+    """Wait until a copy on a barrier has arrived, where `turn` counts them modulo 2."""
+    cute.arch.mbarrier_wait(barrier, turn)
