@@ -26,7 +26,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
 from cute_kernels.args import StepTensors
-from cute_kernels.configs import SIZE_BYTES, DraftShape, Tile
+from cute_kernels.configs import ROW_BLOCK, SIZE_BYTES, DraftShape, Tile
 from cute_kernels.drafts import (
     LONE_LANES,
     Ahead,
@@ -324,9 +324,15 @@ def over_window(
     cta: Cta, cursor: RowCursor, sums: list[Any], added: Callable[[int, list[Any]], list[Any]]
 ) -> list[Any]:
     """What `added` makes of the sums, 16 records after 16; records behind the last 16 live ones are left out (which
-    scores of them are not made)."""
-    sums = added(0, sums)
-    if cta.shape.window_columns == 16:
+    scores of them are not made).
+
+    Where a CTA takes several heads the first 16 are behind a branch too: their values are loaded in the same turn, and
+    the compiler would have the products with the state wait for them.
+    """
+    groups, first = cta.shape.window_columns // ROW_BLOCK, 0
+    if cta.shape.heads == 1:
+        sums, first = added(0, sums), 1
+    if groups == first:
         return sums
     held = cute.make_rmem_tensor((len(sums),), Float32)
 
@@ -337,9 +343,14 @@ def over_window(
     def taken() -> list[Any]:
         return [held[n] for n in range(len(sums))]
 
+    def add(group: int) -> None:
+        if group == 0:
+            cute.arch.sync_warp()  # else the compiler would do without the branch
+        hold(added(group, taken()))
+
     hold(sums)
-    for group in range(1, cta.shape.window_columns // 16):
-        when(cursor.count > 16 * group, lambda group=group: hold(added(group, taken())))
+    for group in range(first, groups):
+        when(cursor.count > ROW_BLOCK * group, functools.partial(add, group))
     return taken()
 
 
