@@ -19,8 +19,9 @@ from cute_kernels.configs import (
 LARGEST_TILE_BYTES, LARGEST_CHANNEL_TILE_BYTES = 40 * 1024, 64 * 1024
 MULTIPROCESSOR_SMEM_BYTES, RESERVED_SMEM_BYTES = 228 * 1024, 1024  # of sm_90 to sm_103; the latter of each CTA
 MULTIPROCESSOR_THREADS, MULTIPROCESSOR_CTAS = 2048, 32
-MULTIPROCESSOR_REGISTERS, LEAST_REGISTERS = 65536, 112  # the latter of a thread: with much fewer it spills
+MULTIPROCESSOR_REGISTERS, HELD_REGISTERS = 65536, 128  # the latter of a thread
 MOST_LARGE_CTAS = 2
+ENOUGH_CTAS = 900  # about 7 on each of an H200's multiprocessors
 
 
 def smem_bytes(key: StepKey) -> int:
@@ -72,34 +73,49 @@ def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
     themselves that work is so much that larger tiles are better (GLM-5.3-Flash, batch 256: 294 -> 280 us, of 8 tokens
     659 -> 503; this and what follows H200, 2026-11-30), except for a token with decays in bfloat16 (281 -> 294).
 
-    Products of several tokens take few warps, since all of them wait for the scores of all: 32 rows a warp, 64 of codes
-    (Super, batch 256, 8 tokens: 313 us with 4 warps, 285 with 2; NVFP4 113 with 2, 105 with 1). They are as precise as
-    what is made of them: 16 bits for outputs and records of 16 bits.
+    Products on tensor cores take few warps, since all of them wait for the scores of all: 32 rows a warp, 64 of codes,
+    128 of NVFP4 and one token (Super, batch 256, 8 tokens: 316 us with 4 warps, 282 with 2; GDN 122B, NVFP4: 85 with 2,
+    80 with 1). They are as precise as what is made of them: 16 bits for outputs and records of 16 bits.
 
-    The compiler is told how many CTAs shared memory has room for where the registers that this allows made a step
-    faster: a token with decays by channel on tiles so large that they are few (311 -> 280 us), and 8 tokens on 16-bit
-    tiles of Mamba-2 (177 -> 166).
+    With an NVFP4 copy scoring the records is as much work as a head, so a CTA takes several of a key head as long as
+    there are enough CTAs (Super, batch 256: 73 -> 63 us with 8 heads, of 8 tokens 103 -> 89; batch 32: 16.0 -> 14.3
+    with 4, 15.4 with 8). Two probes need so many registers that it does not pay (GDN 122B: 76 -> 81), wider codes so
+    much shared memory (Super, FP8: 83 -> 86).
+
+    The compiler is told how many CTAs to leave room for where the registers that this allows made a step faster: a
+    token with decays by channel on tiles so large that they are few (311 -> 280 us), and several tokens with an NVFP4
+    copy (Super: 93 -> 89).
 
     A float32 checkpoint leaves registers to fold 32 values at a time. With two probes shared memory limits the CTAs
     before registers do, and a 16-bit one folds as many (GDN at batch 256: 403 -> 353 us, non-flush 135.6 and 135.5).
     """
-    del batch  # no measured shape wants another choice at another batch
     fold_values = 32 if key.checkpoint_dtype == "float32" or key.probes > 1 else 16
     precision: Precision = "fp32" if "float32" in (key.activation_dtype, key.record_dtype) else "tf32"
-    channels = isinstance(key.options, KdaOptions)
+    channels, nvfp4 = isinstance(key.options, KdaOptions), key.read_dtype == "nvfp4"
+    heads = _heads(key, batch) if nvfp4 and key.probes == 1 else 1
     for split in (1, 2, 4, 5, 8):
-        candidate = replace(key, config=StepConfig(split, fold_values=fold_values, precision=precision))
+        config = StepConfig(split, fold_values=fold_values, precision=precision, heads=heads if split == 1 else 1)
+        candidate = replace(key, config=config)
         tile = Tile.of(candidate)
         if key.drafts:
-            warps = tile.rows // (64 if tile.read_bits < 16 else 32)
-            candidate = replace(candidate, config=replace(candidate.config, warps=1 << max(0, warps.bit_length() - 1)))
+            rows = 32 if tile.read_bits >= 16 else 128 if nvfp4 and key.num_tokens == 1 else 64
+            warps = 1 << max(0, (tile.rows // rows).bit_length() - 1)
+            candidate = replace(candidate, config=replace(candidate.config, warps=warps))
             tile = Tile.of(candidate)
         whole = channels and (key.drafts or key.decay_dtype == "float32")
         most = LARGEST_CHANNEL_TILE_BYTES if whole else LARGEST_TILE_BYTES
         if tile.bytes > most or invalid_reason(candidate, arch):
             continue
-        fitting = room(candidate)
-        fills = key.probes == 1 and tile.read_bits == 16 if key.drafts else channels and fitting <= MOST_LARGE_CTAS
-        most_ctas = MULTIPROCESSOR_REGISTERS // (tile.threads * LEAST_REGISTERS)
-        return replace(candidate.config, ctas=min(fitting, most_ctas) if fills else 1)
+        if key.drafts:
+            held = nvfp4 and key.probes == 1 and key.num_tokens > 1
+            ctas = min(room(candidate), MULTIPROCESSOR_REGISTERS // (tile.threads * HELD_REGISTERS)) if held else 1
+        else:
+            ctas = room(candidate) if channels and room(candidate) <= MOST_LARGE_CTAS else 1
+        return replace(candidate.config, ctas=ctas)
     return None
+
+
+def _heads(key: StepKey, batch: int) -> int:
+    """The most heads of a CTA, a power of two up to 8, that leave enough CTAs."""
+    of_group, rows = key.num_v_heads // key.num_k_heads, batch * key.num_v_heads
+    return max(n for n in (1, 2, 4, 8) if n == 1 or (of_group % n == 0 and rows // n >= ENOUGH_CTAS))
