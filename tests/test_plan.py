@@ -133,7 +133,7 @@ HEURISTIC: list[tuple[Recurrence, ReplaySpec, int, StepConfig]] = [
     ("mamba2", FLOAT32, 1, StepConfig(fold_values=32)),
     ("mamba2", BFLOAT16, 1, StepConfig()),
     ("mamba2", FLOAT32, 8, StepConfig(warps=2, fold_values=32)),
-    ("mamba2", BFLOAT16, 8, StepConfig(warps=2, ctas=9)),
+    ("mamba2", BFLOAT16, 8, StepConfig(warps=2)),
     ("mamba2", ReplaySpec(read_dtype="nvfp4"), 1, StepConfig(warps=1, fold_values=32)),
     ("gdn", FLOAT32, 1, StepConfig(split=2, fold_values=32)),
     ("gdn", FLOAT32, 8, StepConfig(split=2, warps=2, fold_values=32)),
@@ -154,6 +154,44 @@ def test_the_heuristics_choices(kind: Recurrence, replay: ReplaySpec, tokens: in
         each = smem_bytes(key) + RESERVED_SMEM_BYTES
         if config.ctas > 1:
             assert config.ctas * each <= MULTIPROCESSOR_SMEM_BYTES < (config.ctas + 1) * each
+
+
+@pytest.mark.parametrize(
+    ("read", "tokens", "batch", "config"),
+    [
+        ("nvfp4", 1, 256, StepConfig(heads=8)),
+        ("nvfp4", 1, 32, StepConfig(heads=4)),
+        ("nvfp4", 1, 8, StepConfig(heads=1)),
+        ("nvfp4", 8, 256, StepConfig(heads=8, ctas=16)),
+        (torch.float8_e4m3fn, 1, 256, StepConfig(heads=1)),
+    ],
+)
+def test_the_heads_that_a_cta_takes(read: Any, tokens: int, batch: int, config: StepConfig) -> None:
+    """Of 16 that share a key head and 128 in all: as many, a power of two up to 8, as leave 900 CTAs."""
+    layer = replace(LAYER, num_v_heads=128, num_k_heads=8, head_dim=64)
+    key = plan(layer, ReplaySpec(read_dtype=read, max_draft=tokens), num_tokens=tokens, batch=batch).key
+    assert key.config == replace(config, warps=1, fold_values=32, precision="tf32")
+    gdn = plan(replace(layer, recurrence="gdn"), ReplaySpec(read_dtype=read), batch=batch).key
+    assert gdn.config.heads == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (StepConfig(heads=3, warps=1), "heads: 4 of a key head do not go by 3"),
+        (StepConfig(heads=0, warps=1), "heads: 4 of a key head do not go by 0"),
+        (
+            StepConfig(heads=2, split=2, warps=1),
+            "heads: supported is 1 where heads are split or no copy is read, got 2",
+        ),
+    ],
+)
+def test_heads_that_no_kernel_takes_are_named(config: StepConfig, reason: str) -> None:
+    layer = replace(LAYER, num_v_heads=8, num_k_heads=2, head_dim=64)
+    with pytest.raises(NotImplementedError, match=f"^{reason}$"):
+        plan(layer, ReplaySpec(read_dtype="nvfp4"), config=config)
+    with pytest.raises(NotImplementedError, match="no copy is read, got 2$"):
+        plan(layer, ReplaySpec(), config=StepConfig(heads=2))
 
 
 def test_a_tile_that_does_not_fit_is_named() -> None:
@@ -178,7 +216,7 @@ OTHER: dict[str, Any] = {
     "num_v_heads": 16, "num_k_heads": 4, "head_dim": 80, "d_state": 256, "window": 8, "ring_capacity": 40,
     "ring_layout": "head_major", "checkpoint_dtype": "bfloat16", "activation_dtype": "float16",
     "value_dtype": "float32", "decay_dtype": "bfloat16", "config.split": 4, "config.warps": 8, "config.ctas": 2,
-    "config.fold_values": 8, "config.precision": "bf16", "num_tokens": 4, "read_dtype": "nvfp4",
+    "config.fold_values": 8, "config.precision": "bf16", "config.heads": 2, "num_tokens": 4, "read_dtype": "nvfp4",
     "rows.index_dtype": "int64", "rows.has_force_fold": True, "rows.pdl": True, "rows.has_cu_seqlens": True,
 }  # fmt: skip
 OTHER_OPTIONS: dict[Recurrence, dict[str, Any]] = {

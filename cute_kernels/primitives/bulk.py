@@ -12,7 +12,7 @@ from cutlass.experimental import primitives as P
 
 @cute.jit
 def bulk_init(thread: Int32, barrier: Any, count: cutlass.Constexpr[int] = 1):
-    """Initialise the barriers of `count` copies at a time, by thread 0; a CTA-wide barrier must follow before their use.
+    """Initialise the barriers of `count` copies, by thread 0; a CTA-wide barrier must follow before their use.
 
     Args:
         barrier: pointer to so many Int64 of shared memory.

@@ -205,7 +205,7 @@ class StateRows:
         return sums if self.scales is None else [self.scales.scaled(i, of_pair) for i, of_pair in enumerate(sums)]
 
     def lone_products(self, probes: StateProbes) -> list[list[Float32]]:
-        """For each of one token's probes its products with this lane's rows, of which the four lanes of a row have parts.
+        """For each of one token's probes its products with this lane's rows: the four lanes of a row have a part each.
 
         A lane's part of a row meets the probe in two columns of its own, one for each of two nvfp4 blocks, so the
         scales of blocks are factors of sums and not of codes.
@@ -434,7 +434,7 @@ class Scores:
         lanes = [self.lane % 4 * 2 + (first % WARP + e) for e in (0, 1, 8, 9)]
         values = [x * broadcast(weights[first // WARP], lane) for x, lane in zip(values, lanes, strict=True)]
         words = (Uint32(0), Uint32(0))
-        for i, found in enumerate(zip(*(bf16_terms(*values[j : j + 2], terms) for j in (0, 2)), strict=True)):
+        for i, found in enumerate(zip(*(bf16_terms(values[j], values[j + 1], terms) for j in (0, 2)), strict=True)):
             mine = (term == i) & (probe < self.shape.probes)
             words = (select(mine, found[0], words[0]), select(mine, found[1], words[1]))
         return words

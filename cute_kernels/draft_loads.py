@@ -1,0 +1,289 @@
+"""What a CTA of `verify` loads, and what its lanes know of the tokens then."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32
+
+from cute_kernels.configs import ROW_BLOCK
+from cute_kernels.drafts import Cta
+from cute_kernels.primitives.arithmetic import exp2, select
+from cute_kernels.primitives.convert import unpack
+from cute_kernels.primitives.reduce import broadcast, prefix_sums
+from cute_kernels.records import LaneDecays, LaneRecords
+from cute_kernels.recurrences.base import Gate
+from cute_kernels.recurrences.kda import Kda
+from cute_kernels.replay.channels import ChannelRecords, own_channels
+from cute_kernels.replay.codes import SCALED, CodeScales
+from cute_kernels.replay.cursor import RowCursor
+from cute_kernels.replay.draft import QUAD, DraftDecays, load_block
+from cute_kernels.replay.quant import CopyPlaces
+from cute_kernels.replay.window import load_scalar_if
+
+
+def load_probes(cta: Cta) -> list[list[list[Uint32]]]:
+    """By probe and block of tokens, this lane's words of its vector."""
+    policy, place, inputs = cta.policy, cta.place, cta.tensors.inputs
+    return [
+        [
+            load_block(cta.input_place(tensor, t, place.group), cta.is_token(t), place.lane, cta.tile)
+            for t in cta.probe_tokens
+        ]
+        for tensor in (policy.query(inputs), policy.key(inputs))[: cta.shape.probes]
+    ]
+
+
+def probe_factors(cta: Cta, probes: list[list[list[Uint32]]]) -> list[list[Any]]:
+    """By probe and block of tokens, what this lane's vector is multiplied by."""
+    if cta.shape.probes == 1:
+        return [[Float32(1.0)] * cta.shape.token_blocks]
+    words = [[unpack(block, cta.key.activation_dtype) for block in probe] for probe in probes]
+    of_blocks = [cta.policy.factors(query, key, QUAD) for query, key in zip(*words, strict=True)]
+    return [list(of_probe) for of_probe in zip(*of_blocks, strict=True)]
+
+
+@dataclass(frozen=True)
+class TokenChannel:
+    """One channel of K of a token, where each decays by itself.
+
+    Args:
+        gate: what `Kda.load_channel` loaded.
+        query, key: as they came.
+    """
+
+    gate: tuple[Any, ...]
+    query: Float32
+    key: Float32
+
+    @classmethod
+    def load(cls, cta: Cta, policy: Kda, token: int, own: tuple[Int32, Int32]) -> TokenChannel:
+        place, dtype, (channel, inside) = cta.place, cta.key.activation_dtype, own
+        inside = inside * cta.is_token(token)
+        inputs: Any = cta.tensors.inputs
+        parameters: Any = cta.tensors.parameters
+        gate = policy.load_channel(inputs, parameters, place.row, cta.token_at(token), place.head, channel, inside)
+        query, key = (
+            load_scalar_if(inside, cta.input_place(tensor, token, place.group, channel), dtype)
+            for tensor in (policy.query(inputs), policy.key(inputs))
+        )
+        return cls(gate, query, key)
+
+
+def load_gate(cta: Cta) -> tuple[Any, ...]:
+    """`HeadLoads.gate`."""
+    place = cta.place
+    own = select(place.lane < cta.num_tokens, place.lane, Int32(0))
+    return cta.policy.load_token(cta.tensors.inputs, cta.tensors.parameters, place.row, cta.token_at(own), place.head)
+
+
+@dataclass(frozen=True)
+class HeadLoads:
+    """Loads of a head that need neither slot nor cursor.
+
+    Args:
+        gate: what `Recurrence.load_token` loaded for the token of this lane; the first one's where there is none.
+        values: of each token of this lane (`Cta.own`) what `Channels.load` loaded of its value, or `LoneChannels.load`
+            of the only one; empty under a delta rule.
+        epilogues: the same of the epilogue's input, empty where there is none.
+        channels: for each channel of K that this thread has, and each token, what its decay needs, its query and key;
+            empty where one decay is all.
+    """
+
+    gate: tuple[Any, ...]
+    values: list[Any]
+    epilogues: list[Any]
+    channels: list[list[TokenChannel]]
+
+    @classmethod
+    def start(cls, cta: Cta, gate: tuple[Any, ...] | None = None) -> HeadLoads:
+        policy, shape, place, inputs = cta.policy, cta.shape, cta.place, cta.tensors.inputs
+        gate = load_gate(cta) if gate is None else gate
+
+        def of_tokens(tensor: cute.Tensor | None) -> list[Any]:
+            tokens = [] if tensor is None else cta.own(0)[: 2 * shape.token_blocks] if shape.tokens > 1 else [Int32(0)]
+            having = cta.channels if shape.tokens > 1 else cta.lone
+            where = [cta.input_place(tensor, t, place.head, cta.first_channel) for t in tokens]
+            return [
+                having.load(cta.is_token(t), w, cta.key.activation_dtype) for t, w in zip(tokens, where, strict=True)
+            ]
+
+        values = of_tokens(None if policy.value_needs_state else policy.value(inputs))
+        epilogues = of_tokens(policy.epilogue_input(inputs))
+        channels = []
+        if isinstance(policy, Kda):
+            for own_channel in own_channels(cta.tile, place.thread):
+                channels.append([TokenChannel.load(cta, policy, t, own_channel) for t in range(shape.tokens)])
+        return cls(gate, values, epilogues, channels)
+
+
+def load_keys(cta: Cta, cursor: RowCursor) -> list[list[Uint32]]:
+    """Of each block of records that this warp scores, this lane's words of its key."""
+    shape, place, key_of = cta.shape, cta.place, cta.policy.key
+    keys = []
+    for step in range(-(-shape.record_blocks // shape.warps)):
+        record = (place.warp + shape.warps * step) * 8 + place.lane // 4
+        token, from_window = record - shape.window_columns, record < shape.window_columns
+        valid = select(from_window, Int32(record < cursor.count), cta.is_token(token))
+        fresh = cta.input_place(key_of(cta.tensors.inputs), token, place.group)
+        source = select(from_window, cta.key_place(cursor, record), fresh)
+        keys.append(load_block(source, valid, place.lane, cta.tile))
+    return keys
+
+
+@dataclass(frozen=True)
+class WindowLoads:
+    """Loads of a head that need the cursor.
+
+    Args:
+        decays: decay records of the window, by lane or by channel.
+        values: of each product of 16 rows, and each 16 records, the words of this lane's channels of its four.
+        scales: of this lane's rows of a read copy whose codes have any.
+    """
+
+    decays: LaneRecords | ChannelRecords
+    values: list[list[list[list[Uint32]]]]
+    scales: CodeScales | None
+
+    @classmethod
+    def start(cls, cta: Cta, cursor: RowCursor, ahead: Ahead | None = None) -> WindowLoads:
+        """`ahead` has those that are loaded already."""
+        place, key = cta.place, cta.key
+        ahead = Ahead.start(cta, cursor) if ahead is None else ahead
+        values: list[Any] = [[] for _ in cta.channels.pairs]
+        for first in range(0, cta.shape.window_columns, ROW_BLOCK):
+            records = []
+            for record in cta.own(first):
+                where = cta.value_place(cursor, record, place.first_row + cta.channels.first)
+                records.append(cta.channels.load(Int32(record < cursor.count), where, key.record_dtype))
+            for of_product, words in zip(values, zip(*records, strict=True), strict=True):
+                of_product.append(list(words))
+        return cls(ahead.decays, values, ahead.scales)
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """The loads of a head whose results are needed first.
+
+    Args:
+        gate: as in `HeadLoads`; empty where that has it.
+        decays, scales: as in `WindowLoads`.
+    """
+
+    gate: tuple[Any, ...]
+    decays: Any
+    scales: CodeScales | None
+
+    @classmethod
+    def start(cls, cta: Cta, cursor: RowCursor, gate: tuple[Any, ...] = ()) -> Ahead:
+        place, key, scales = cta.place, cta.key, None
+        decays: LaneRecords | ChannelRecords
+        if cta.tile.channels:
+            decays = ChannelRecords.load(cta.tensors.pool.decay, key.decay_dtype, cta.tile, place, cursor)
+        else:
+            decays = LaneRecords.load(cta.tensors.pool, key, place, cursor)
+        if key.read_dtype in SCALED:
+            head = place.head * key.head_dim + place.first_row
+            rows = [(head + row, ahead) for row, ahead in cta.channels.runs]
+            places = CopyPlaces.of(cta.tensors.pool.copy, cursor.slot)
+            together = cta.channels.together and cta.channels.run == 4
+            scales = CodeScales.load(cta.copy_shape, cta.tile, places, rows, cta.channels.run, together, place.lane % 4)
+        return cls(gate, decays, scales)
+
+    @property
+    def leaves(self) -> list[Any]:
+        """What was loaded, in order."""
+        scales = [] if self.scales is None else [x for row in self.scales.words for x in row] + self.scales.rows
+        return [*(x for x in self.gate if x is not None), *self.decays.words, *scales]
+
+    def with_leaves(self, words: list[Uint32]) -> Ahead:
+        """The same with other values, from their bits."""
+        found = (word.bitcast(type(leaf)) for word, leaf in zip(words, self.leaves, strict=True))
+        gate = tuple(None if x is None else next(found) for x in self.gate)
+        decays = replace(self.decays, words=[next(found) for _ in self.decays.words])
+        scales = self.scales
+        if scales is not None:
+            of_rows = [[next(found) for _ in row] for row in scales.words]
+            scales = replace(scales, words=of_rows, rows=[next(found) for _ in scales.rows])
+        return Ahead(gate, decays, scales)
+
+
+@dataclass(frozen=True)
+class Held:
+    """`Ahead` of the next head, in registers from one turn of a loop over heads to the next."""
+
+    first: Ahead
+    words: cute.Tensor
+
+    @classmethod
+    def of(cls, first: Ahead) -> Held:
+        held = cls(first, cute.make_rmem_tensor((len(first.leaves),), Uint32))
+        held.put(first)
+        return held
+
+    def put(self, ahead: Ahead) -> None:
+        for i, leaf in enumerate(ahead.leaves):
+            self.words[i] = leaf.bitcast(Uint32)
+
+    def get(self) -> Ahead:
+        return self.first.with_leaves([self.words[i] for i in range(len(self.first.leaves))])
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What the lanes know of the tokens once their gates are computed.
+
+    Args:
+        gate: of this lane's token.
+        decays: see there.
+        factors: what `probe_factors` found.
+        lane: this lane.
+    """
+
+    gate: Gate
+    decays: DraftDecays
+    factors: list[list[Any]]
+    lane: Int32
+
+    @classmethod
+    def of(cls, cta: Cta, early: HeadLoads, records: LaneRecords | ChannelRecords, factors: list[list[Any]]) -> Draft:
+        policy, shape, lane = cta.policy, cta.shape, cta.place.lane
+        gate = policy.gate(early.gate)
+        log2 = Float32(0.0)
+        if isinstance(records, LaneRecords):
+            log2 = gate.rate * gate.record
+            if shape.tokens > 1:
+                log2 = select(lane < shape.tokens, log2, Float32(0.0))
+        decays = DraftDecays(
+            log2=log2,
+            since_window=exp2(prefix_sums(log2, lane, shape.tokens)),
+            records=LaneDecays.of(policy, gate.rate, records, lane, shape.window),
+            token_weight=policy.weight(gate.record),
+        )
+        return cls(gate, decays, factors, lane)
+
+    def row_factors(self) -> list[Any]:
+        """By probe block: factor of this lane's probe, that of a key times the token's strength."""
+        factors = list(self.factors[0])
+        for b, factor in enumerate(self.factors[1] if len(self.factors) == 2 else []):
+            factors.append(factor * broadcast(self.gate.strength, b * 8 + self.lane // 4))
+        return factors
+
+    def column_factors(self) -> list[list[Any]]:
+        """By probe block: the same for this lane's two columns of a product, with the decay of the state."""
+        made = []
+        for block, factor in enumerate(self.row_factors()):
+            decays = self.in_columns(self.decays.since_window, block % len(self.factors[0]))
+            made.append(
+                [
+                    broadcast(factor, self.lane % 4 * 8 + 4 * e) * (decay * self.decays.records.window)
+                    for e, decay in enumerate(decays)
+                ]
+            )
+        return made
+
+    def in_columns(self, of_token: Any, block: Any) -> list[Any]:
+        """What lane s has for token s, for this lane's two columns of a block."""
+        return [broadcast(of_token, block * 8 + self.lane % 4 * 2 + e) for e in (0, 1)]
