@@ -190,7 +190,7 @@ def test_heads_that_no_kernel_takes_are_named(config: StepConfig, reason: str) -
     layer = replace(LAYER, num_v_heads=8, num_k_heads=2, head_dim=64)
     with pytest.raises(NotImplementedError, match=f"^{reason}$"):
         plan(layer, ReplaySpec(read_dtype="nvfp4"), config=config)
-    with pytest.raises(NotImplementedError, match="no copy is read, got 2$"):
+    with pytest.raises(NotImplementedError, match=r"no copy is read, got 2$"):
         plan(layer, ReplaySpec(), config=StepConfig(heads=2))
 
 
