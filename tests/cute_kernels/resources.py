@@ -31,8 +31,9 @@ from replayssm.keys import dtype_name
 from replayssm.model_launch import plan_fold
 from replayssm.spec import READ_FORMATS
 from tests.helpers.cases import ODD, RELEASED, Case
-from tests.helpers.cubin import resources
-from tests.helpers.sass import disassembled, histogram
+from tests.helpers.sass import histogram
+from tuning.cubin import resources
+from tuning.sass import disassembled
 
 PATH = Path("docs/records/resources.json")
 LAYER = Mamba2Options(dt_dtype="bfloat16", D_dtype="float32", dt_bias_dtype="float32", dt_softplus=True)

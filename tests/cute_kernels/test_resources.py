@@ -24,7 +24,8 @@ from cute_kernels import step
 from cute_kernels.compile import compile_only
 from tests.cute_kernels import resources
 from tests.cute_kernels.resources import KERNELS, PATH, Row, findings, measure, regressions, stale_kernels, violations
-from tests.helpers.sass import class_of, disassembled, histogram, why_no_sass
+from tests.helpers.sass import class_of, histogram
+from tuning.sass import disassembled, why_no_sass
 
 needs_sass = pytest.mark.skipif(why_no_sass() is not None, reason=str(why_no_sass()))
 

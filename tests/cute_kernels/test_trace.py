@@ -33,7 +33,7 @@ from cute_kernels.heuristic import heuristic_config
 from replayssm import LayerSpec, ReplaySpec, plan_step
 from replayssm.spec import Recurrence
 from tests.helpers.cases import RELEASED, Case, pick
-from tests.helpers.cubin import FRAME, REGISTERS, Resources, resources
+from tuning.cubin import FRAME, REGISTERS, Resources, resources
 
 MAX_REGISTERS_CURSORS = 32
 # A CTA has 128 threads: with 128 registers a thread four CTAs share a multiprocessor, so that the copies of three tiles

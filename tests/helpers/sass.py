@@ -1,20 +1,13 @@
 """What a kernel's machine code is made of: instructions of its SASS, counted by class.
 
-NVIDIA's disassembler does the reading; PyPI's nvidia-cuda-nvdisasm brings it, so no CUDA toolkit is needed. Memory
-classes are named after the opcode and the bits that a lane moves: LDG.128 is a load from global memory of 16 bytes.
-Predicated instructions count as if they ran, loops once, and the padding behind the code (NOP) not at all.
+Memory classes are named after the opcode and the bits that a lane moves: LDG.128 is a load from global memory of 16
+bytes. Predicated instructions count as if they ran, loops once, and the padding behind the code (NOP) not at all.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib.metadata
 import re
-import shutil
-import subprocess
-import tempfile
 from collections import Counter
-from pathlib import Path
 
 INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)")
 WIDTH = re.compile(r"\.(?:[US]?(8|16)|ENL2\.(256)|(64|128|256))(?=\.|$)")
@@ -41,35 +34,6 @@ CLASSES = {
     "uniform": "U* R2UR* S2UR CS2UR",
     "integer": "IMAD* IADD* VIADD* VIMNMX* LEA* LOP3 SHF SHL SHR PRMT MOV* IABS IMNMX POPC FLO BREV SGXT S2R CS2R",
 }
-
-
-@functools.cache
-def disassembler() -> Path | None:
-    """The nvdisasm of the pip package, else the one on the path, else None."""
-    try:
-        files = importlib.metadata.files("nvidia-cuda-nvdisasm") or []
-    except importlib.metadata.PackageNotFoundError:
-        files = []
-    own = [Path(str(file.locate())) for file in files if file.name == "nvdisasm"]
-    found = shutil.which("nvdisasm")
-    return own[0] if own else Path(found) if found else None
-
-
-def why_no_sass() -> str | None:
-    """Why no SASS can be read here, or None if it can."""
-    return None if disassembler() else "needs nvdisasm; pip install '.[dev]' brings it"
-
-
-def disassembled(cubin: bytes) -> str:
-    """The SASS of a cubin."""
-    tool = disassembler()
-    if tool is None:
-        raise FileNotFoundError(why_no_sass())
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [tool, "--print-code", "--no-dataflow", file.name]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def class_of(instruction: str) -> str:
