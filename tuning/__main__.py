@@ -24,6 +24,7 @@ from replayssm.launch import options_of
 from replayssm.plan import OPTIONS
 from replayssm.spec import MAX_DRAFT, Recurrence, ReplaySpec
 from tuning import commands
+from tuning.documents import refreshed
 from tuning.goals import DEFAULT_MODEL
 from tuning.matrix import ALL_MODELS, BATCHES, Options, exit_code
 from tuning.matrix import plan as plan_matrix
@@ -32,7 +33,7 @@ from tuning.options import DTYPE, DTYPES, READ, READS, WINDOW, checked, console,
 from tuning.plot import draw
 from tuning.precision import CHUNK, LAYERS, MAX_TOKENS, REGIMES, SCHEMES, precision_tables, study
 from tuning.precision import __doc__ as PRECISION_PROTOCOL
-from tuning.report import markdown_table, memory_table, plan_table, refreshed, results_table
+from tuning.report import markdown_table, memory_table, plan_table, results_table
 from tuning.roofline import NOMINAL_H200
 from tuning.shapes import ModelShape, lookup, names
 from tuning.store import Record

@@ -1,10 +1,11 @@
-"""The commands about launch parameters and windows: `tune`, `show`, `check`, `window`, `doctor`."""
+"""The commands about launch parameters and windows: `tune`, `show`, `check`, `window`, `doctor`, `predict`."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,17 @@ import replayssm
 from cute_kernels.arch import ARCHES
 from replayssm import tuned
 from replayssm.spec import MAX_DRAFT, ReplaySpec
+from tuning import prediction
 from tuning import tune_report as report
 from tuning.acceptance import acceptance, observed
+from tuning.devices import DEVICES
 from tuning.doctor import diagnosis
 from tuning.goals import DEFAULT_MODEL
-from tuning.matrix import ALL_MODELS
+from tuning.matrix import ALL_MODELS, STEPS, StepCase
 from tuning.options import DTYPE, DTYPES, READ, READS, WINDOW, ListOf, checked, console, own_arch, shapes_of
+from tuning.predict import predict
 from tuning.roofline import NOMINAL_H200, Rates
+from tuning.sass import why_no_sass
 from tuning.search import DEFAULT_ROUNDS, NoCandidateError
 from tuning.shapes import ModelShape, lookup
 from tuning.space import Candidate
@@ -270,6 +275,35 @@ def doctor(as_json: bool) -> None:
     sys.exit(int(any(one.state == "broken" for one in findings)))
 
 
+@click.command("predict")
+@_for_layers
+@click.option("--what", "whats", default=("nonflush", "flush"), type=ListOf(click.Choice(STEPS)), help="Steps.")
+@click.option("--device", "devices", default=tuple(DEVICES), type=ListOf(click.Choice(tuple(DEVICES))))
+@click.option("--against", "records", multiple=True, type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.option(
+    "--out", type=click.Path(path_type=Path, dir_okay=False), help="With --against: record of the comparison."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+def predict_steps(records: tuple[Path, ...], out: Path | None, as_json: bool, **given: Any) -> None:
+    """Predict the time of steps from their compiled kernels, or with --against compare that with records of `bench`."""
+    devices, make = [DEVICES[name] for name in given["devices"]], prediction.kernels()
+    if why := why_no_sass():
+        raise click.UsageError(why)
+    if records:
+        found = prediction.comparison(records, devices, make, lambda one: click.echo(".", nl=False, err=True))
+        if out is not None:
+            write_json(out, {**environment(), "records": [path.name for path in records], "predictions": found})
+        _print(found, [prediction.summary_table(found)], as_json)
+        return
+    shapes, replays = _layers(given)
+    facts = []
+    for shape, replay, rows, what, device in product(shapes, replays, given["batches"], given["whats"], devices):
+        case = StepCase(shape, replay, rows, what, max(1.0, replay.max_draft / 2))
+        key = checked(lambda: prediction.planned_key(case, device.arch))  # noqa: B023
+        facts.append(prediction.predicted_facts(case, key, device, predict(make(key, device.arch), case, device)))
+    _print(facts, [prediction.predictions_table(facts)], as_json)
+
+
 def _print(facts: Any, tables: Sequence[Any], as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(facts, indent=1))
@@ -279,4 +313,4 @@ def _print(facts: Any, tables: Sequence[Any], as_json: bool) -> None:
         screen.print(one, highlight=False)
 
 
-ALL = (tune, show, check, window, doctor)
+ALL = (tune, show, check, window, doctor, predict_steps)

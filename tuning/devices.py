@@ -1,17 +1,27 @@
 """What a prediction knows of a device: one table, each number with its source.
 
-| | H200 | source | B200, B300 | source |
-|---|---|---|---|---|
-| multiprocessors | 132 | torch's device properties, in every record of docs/records | 148 | 18,944 cores of B200 as published, at 128 a multiprocessor; B300 taken as B200 |
-| clock | 1,980 MHz | under load, H200 probes of 2026-11-29 | 1,965 MHz | boost clock of B200 as published; under load unknown |
-| reads | 4.645 TB/s | slope of the `read` entries of docs/records over the bytes | 7.74 TB/s | 8 TB/s as published, times the H200's share of its 4.8 |
-| writes | 3.69 TB/s | what a rewrite of 1 GiB takes longer than its read (526.3 and 235.4 us) | 6.15 TB/s | likewise |
-| reads from L2 | 5.6 TB/s | published microbenchmarks of H100 | 9.3 TB/s | scaled as memory; unknown |
-| L2 | 60 MB | device properties | 65.5 MB | published table of B200; others say twice that |
-| empty launch | 3.1 us | `probes` of the records | 3.1 us | taken from the H200 |
+| | H200 | B200, B300 |
+|---|---|---|
+| multiprocessors | 132 (a) | 148 (b) |
+| clock, MHz | 1,980 (c) | 1,965 (b) |
+| reads of HBM, TB/s | 4.645 (d) | 7.74 (e) |
+| writes to HBM, TB/s | 3.69 (f) | 6.15 (e) |
+| reads of L2, TB/s | 5.6 (g) | 9.3 (e) |
+| L2, MB | 60 (a) | 65.5 (b) |
+| empty launch, us | 3.1 (a) | 3.1 (h) |
 
-The calibrated constants (`CHAIN_US` and what follows) are of the H200. They were fitted to 209 medians of the records of
-2026-11-30, least fourth powers of the logarithm of the ratio, and are used for every device.
+* (a) device properties, and `probes` in every record of docs/records.
+* (b) published tables of B200 (hmc-tech.com/gpus: 18,944 cores at 128 a multiprocessor, boost clock); its L2 is given
+  as twice that elsewhere. B300 is taken as B200. Clocks under load are not known.
+* (c) under load, H200, 2026-11-29.
+* (d) how the `read` entries of docs/records grow with their bytes.
+* (e) 8 TB/s as NVIDIA publishes for both, times the share that the H200 reaches of its 4.8 TB/s.
+* (f) what rewriting 1 GiB takes longer than reading it: 526.3 and 235.4 us.
+* (g) what public microbenchmarks of H100 reach; it only weighs in what an encoding reads again.
+* (h) as on the H200: not known.
+
+The calibrated constants below are of the H200 and serve every device. They were fitted to 209 medians of the records of
+2026-11-30 (rows that read, rows that fold, plain steps), by least fourth powers of the logarithm of the ratio.
 """
 
 from __future__ import annotations

@@ -2,18 +2,19 @@
 
 For a launch of C CTAs on M multiprocessors, each of which holds k CTAs of w warps:
 
-* memory: bytes from and to HBM (`tuning.roofline`), each direction at its own rate. A row that folds where steps read a
-  copy also reads its codes, and the encoding reads the folded rows again: from memory, or where the states of the whole
-  launch fit into L2, from there.
-* pipe: instructions that a warp issues (`tuning.sass`) times C w over the schedulers, each pipe at its rate, the busiest
-  of them; n warps of a scheduler keep it busy for n / (n + `CONTENTION`) of the time.
+* memory: bytes from and to HBM (`tuning.roofline`), each direction at its own rate. A row that folds where steps read
+  a copy also reads its codes, and the encoding reads the folded rows again: from memory, or where the states of the
+  whole launch fit into L2, from there.
+* pipe: instructions that a warp issues (`tuning.sass`) times C w over the schedulers, each pipe at its rate, the
+  busiest of them; n warps of a scheduler keep it busy for n / (n + `CONTENTION`) of the time.
 * warp: what one warp alone takes for its instructions, and for loops that wait for memory in each iteration.
 * occupancy: C / (k M) times what a CTA takes by itself, `CHAIN_US` and the warp's time: k CTAs cannot do more.
 * floor: an empty launch and `CHAIN_US`.
 
-The time is floor + (max(memory ^p pipe, occupancy) ^p warp) with a ^p b = (a^p + b^p)^(1/p), p = `OVERLAP`; the bound is
-the largest of the four and the floor. Rows that fold and rows that read in one launch add up in each; of n rows that fold
-among others the last one starts on average at n / (n + 1) of the launch, and has its warps' time before it from there.
+The time is floor + (max(memory ^p pipe, occupancy) ^p warp) with a ^p b = (a^p + b^p)^(1/p), p = `OVERLAP`; the bound
+is the largest of the four and the floor. Rows that fold and rows that read in one launch add up in each; of n rows
+that fold among others the last one starts on average at n / (n + 1) of the launch, and takes its warp's time from
+there.
 
 Shared memory is counted and reported, but bounds nothing: a load that all lanes take from one address moves its bytes
 once, which the SASS does not show, and with full widths folds would take longer than they were measured to.
@@ -61,7 +62,11 @@ PIPES: tuple[tuple[str, float, str], ...] = (
     ("fma", 1, "FFMA* FMUL* FADD* HFMA2* HADD2* HMUL2* FSWZADD IMAD*"),
     ("xu", 8, "MUFU* F2F* F2I* I2F FRND* POPC FLO BREV"),
     ("tensor", 8, "HMMA* IMMA* QMMA* OMMA* DMMA*"),
-    ("alu", 2, "LOP3* IADD* VIADD* VIMNMX* SHF* SHL SHR SEL* FSEL* ISETP* FSETP* HSET* FSET* FMNMX* PRMT* LEA* MOV* PLOP3*"),
+    (
+        "alu",
+        2,
+        "LOP3* IADD* VIADD* VIMNMX* SHF* SHL SHR SEL* FSEL* ISETP* FSETP* HSET* FSET* FMNMX* PRMT* LEA* MOV* PLOP3*",
+    ),
     ("alu", 2, "F2FP* I2FP* IABS IMNMX SGXT* CS2R* P2R* R2P* FCHK"),
     ("lsu", 0, "LD* ST* ATOM* RED* SHFL* S2R BAR* SYNCS* CCTL* MEMBAR* FENCE*"),
     ("branch", 0, "BRA* EXIT* B* WARPSYNC* RET* CALL* NANOSLEEP* YIELD* ENDCOLLECTIVE* NOP* ELECT*"),
@@ -72,7 +77,7 @@ SHARED = ("LDS", "STS", "LDSM", "STSM")
 
 @functools.cache
 def pipe_of(opcode: str) -> tuple[str, float]:
-    """The pipe of an opcode and the cycles that it is busy; "other" where none is known, which still takes its issue."""
+    """The pipe of an opcode and the cycles that it is busy; "other", which takes its issue alone, if none is known."""
     for pipe, cycles, opcodes in PIPES:
         if any(opcode == one or (one.endswith("*") and opcode.startswith(one[:-1])) for one in opcodes.split()):
             return pipe, cycles

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from rich.table import Column, Table
@@ -117,7 +114,7 @@ def markdown_table(entries: Iterable[Mapping[str, Any]]) -> str:
     rows = _steps(entries)
     if len({(tokens, window) for *_, tokens, window in rows}) <= 1 and all(tokens == 1 for *_, tokens, _ in rows):
         lines = [LAYER_COLUMNS + STEP_COLUMNS, "|---" * 10 + "|"]
-        lines += [_line(*head[:3], *_times(found)) for head, found in rows.items()]
+        lines += [line(*head[:3], *_times(found)) for head, found in rows.items()]
         return "\n".join(lines)
     lines = [
         LAYER_COLUMNS + "| T | window " + STEP_COLUMNS[:-2] + " | accepted | folding | a token | mixed |",
@@ -127,7 +124,7 @@ def markdown_table(entries: Iterable[Mapping[str, Any]]) -> str:
         average = found["average"]
         kept = f"{average.get('accepted', 1.0):g}", f"{average['fold_share']:.3f}", f"{average['us_per_token']:.1f}"
         mixed = f"{found['mixed']['median_us']:.1f}" if "mixed" in found else ""
-        lines.append(_line(*head, *_times(found), *kept, mixed))
+        lines.append(line(*head, *_times(found), *kept, mixed))
     return "\n".join(lines + _best_windows(rows))
 
 
@@ -138,7 +135,7 @@ def _steps(entries: Iterable[Mapping[str, Any]]) -> dict[tuple[Any, ...], Found]
     for entry in entries:
         if "layer" in entry and entry["status"] == "measured":
             layer, replay = entry["layer"], entry["replay"]
-            head = (_layer(layer), state_name(replay_of(entry)), entry["rows"], entry["num_tokens"])
+            head = (layer_name(layer), state_name(replay_of(entry)), entry["rows"], entry["num_tokens"])
             if entry["what"] == "plain":  # whose window is its own, and which reads no copy
                 plain[head] = entry
             else:
@@ -150,7 +147,8 @@ def _steps(entries: Iterable[Mapping[str, Any]]) -> dict[tuple[Any, ...], Found]
     }
 
 
-def _layer(layer: Mapping[str, Any]) -> str:
+def layer_name(layer: Mapping[str, Any]) -> str:
+    """Name and geometry of an entry's layer, in a table."""
     heads = f"{layer['num_v_heads']}/{layer['num_k_heads']}"
     return f"{layer['name'].split('@')[0]}, {heads} x {layer['head_dim']} x {layer['d_state']}"
 
@@ -162,7 +160,8 @@ def _without_copy(head: tuple[Any, ...]) -> tuple[Any, ...]:
     return name, kept.partition("+")[0] + comma + decay, rows, tokens
 
 
-def _line(*cells: object) -> str:
+def line(*cells: object) -> str:
+    """A row of a Markdown table."""
     return "| " + " | ".join(map(str, cells)) + " |"
 
 
@@ -182,7 +181,7 @@ def _best_windows(rows: Mapping[tuple[Any, ...], Found]) -> list[str]:
     for head, averages in choices.items():
         if len(averages) > 1:
             best = min(averages, key=lambda window: averages[window])
-            lines.append(_line(*head, ", ".join(map(str, averages)), best, f"{averages[best]:.1f}"))
+            lines.append(line(*head, ", ".join(map(str, averages)), best, f"{averages[best]:.1f}"))
     return lines if len(lines) > 3 else []
 
 
@@ -191,30 +190,12 @@ def goals_table(entries: Iterable[Mapping[str, Any]]) -> str:
     lines = [LAYER_COLUMNS + "| T | window | what | goal | measured | x limit | |", "|---" * 10 + "|"]
     for entry in entries:
         if "goal" in entry:
-            head = (_layer(entry["layer"]), state_name(replay_of(entry)), entry["rows"], entry["num_tokens"])
+            head = (layer_name(entry["layer"]), state_name(replay_of(entry)), entry["rows"], entry["num_tokens"])
             outcome, goal = _goal(entry).rsplit(": ", 1)
             ratio = f"{entry['ratio']:.3f}" if "ratio" in entry else ""
             cells = (goal, f"{entry['median_us']:.1f}", ratio, outcome.replace("MISSED", "missed"))
-            lines.append(_line(*head, entry["replay"]["window"], entry["what"], *cells))
+            lines.append(line(*head, entry["replay"]["window"], entry["what"], *cells))
     return "\n".join(lines)
-
-
-TABLES: dict[str, Callable[[Iterable[Mapping[str, Any]]], str]] = {"steps": markdown_table, "goals": goals_table}
-MADE = re.compile(r"<!-- (\w+) (\S+) -->\n.*?<!-- end -->", re.DOTALL)
-
-
-def refreshed(document: Path) -> str:
-    """The text of a document with its tables made anew from the records that it names.
-
-    A table stands between `<!-- steps RECORD -->`, or another name in `TABLES`, and `<!-- end -->`; the path is
-    relative to the document.
-    """
-
-    def table(found: re.Match[str]) -> str:
-        entries = json.loads((document.parent / found[2]).read_text())["entries"]
-        return f"<!-- {found[1]} {found[2]} -->\n{TABLES[found[1]](entries)}\n<!-- end -->"
-
-    return MADE.sub(table, document.read_text(encoding="utf-8"))
 
 
 def memory_table(shapes: Sequence[ModelShape], replay: ReplaySpec) -> str:
@@ -229,7 +210,7 @@ def memory_table(shapes: Sequence[ModelShape], replay: ReplaySpec) -> str:
         replay: window and dtypes.
     """
     columns = [f"{shape.name}: {what}" for shape in shapes for what in ("ReplaySSM", "T states", "T + 1 states")]
-    lines = [_line("T", *columns), "|---" * (1 + len(columns)) + "|"]
+    lines = [line("T", *columns), "|---" * (1 + len(columns)) + "|"]
     for tokens in range(1, min(MAX_DRAFT, replay.window) + 1):
         own = replace(replay, max_draft=tokens, ring_capacity=0)
         cells = []
@@ -239,5 +220,5 @@ def memory_table(shapes: Sequence[ModelShape], replay: ReplaySpec) -> str:
             cells += [
                 f"{layers * each / 2**20:.1f}" for each in (sum(sizes.values()), tokens * state, (tokens + 1) * state)
             ]
-        lines.append(_line(tokens, *cells))
+        lines.append(line(tokens, *cells))
     return "\n".join(lines)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import pathlib
 import re
 import shutil
 import subprocess
@@ -21,7 +22,6 @@ import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-import pathlib
 
 _LINE = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
 _LABEL = re.compile(r"^(\.L_x_\w+):")
@@ -144,9 +144,7 @@ class Program:
             conditional = end.guard is not None or (end.opcode == "BRA" and len(end.operands) > 1)
             if end.opcode == "BRA" and end.operands[-1].startswith("`("):
                 target = labels[end.operands[-1][2:-1]]
-            elif end.opcode == "EXIT":
-                target = EXIT
-            elif end.opcode == "RET":
+            elif end.opcode in ("EXIT", "RET"):
                 target = EXIT
             elif end.opcode in _ENDS:
                 raise NotImplementedError(f"control flow: expected branches to labels, got {end}")
@@ -192,17 +190,22 @@ class Program:
         """How often a loop runs, by the instructions that make the predicate of its exit."""
         inside = [one for number in sorted(body) for one in self.blocks[number]]
         (*_, end) = (n for n in sorted(body) if len(self.successors[n]) > 1 and set(self.successors[n]) - body)
-        guard = (self.blocks[end][-1].guard or "PT").lstrip("!")
-        test = _last_writer(inside[: inside.index(self.blocks[end][-1])], guard)
+        branch = self.blocks[end][-1]
+        guard = (branch.guard or branch.operands[0]).lstrip("!")
+        test = _last_writer(inside[: inside.index(branch)], guard)
         if test is not None and test.opcode == "PLOP3":  # a predicate moved from one register to another
             source = next((word.lstrip("!") for word in test.operands[1:] if re.fullmatch(r"!?U?P\d", word)), "PT")
             test = _last_writer(inside[: inside.index(test)], source) or test
-        if test is None or test.opcode == "SYNCS":
+        if test is None and any(guard in one.operands for one in inside if one is not branch):
+            raise NotImplementedError(f"control flow: it is not known what sets {guard}, which ends a loop")
+        if test is None:
+            return 1  # what the loop does not set ends it at once, or never
+        if test.opcode == "SYNCS":
             return 1  # a wait
         if not test.opcode.endswith("ISETP"):
             return FLAG_TRIPS
         counter, bound = test.operands[2].removesuffix(".reuse"), _constant(test.operands[3])
-        adds = next((one for one in inside if _step(one, counter)), None)
+        adds = next((one for one in inside if _step(one, counter, inside)), None)
         if adds is None or not bound:
             return None
         before = [one for block in self.blocks[:header] for one in block]
@@ -210,7 +213,7 @@ class Program:
         start = 0 if first is None else _constant(first.operands[-1]) or 0
         beyond = int(".GT" in test.name or ".LE" in test.name)  # the bound itself is within
         late = int(inside.index(test) < inside.index(adds))  # what is tested is the value of this trip, not of the next
-        return max(1, -(-(bound + beyond - start) // _step(adds, counter)) + late)
+        return max(1, -(-(bound + beyond - start) // _step(adds, counter, inside)) + late)
 
     @property
     def fold_blocks(self) -> frozenset[int]:
@@ -285,7 +288,7 @@ def _split(sass: str) -> tuple[list[Block], dict[str, int]]:
             if block[-1].opcode in _ENDS:
                 blocks.append(tuple(block))
                 block = []
-    return (blocks + [tuple(block)] if block else blocks), labels
+    return ([*blocks, tuple(block)] if block else blocks), labels
 
 
 def _last_writer(instructions: Sequence[Instruction], name: str) -> Instruction | None:
@@ -297,12 +300,15 @@ def _last_writer(instructions: Sequence[Instruction], name: str) -> Instruction 
     return None
 
 
-def _step(one: Instruction, counter: str) -> int:
-    """What an instruction adds to a counter; 0 if it is no such addition."""
+def _step(one: Instruction, counter: str, inside: Sequence[Instruction]) -> int:
+    """What an instruction adds to a counter, maybe by way of another register; 0 if it is no such addition."""
     words = [word.removesuffix(".reuse") for word in one.operands]
-    if one.opcode in ("VIADD", "IADD3", "UIADD3", "IADD", "UIADD") and words[0] == counter and counter in words[1:]:
-        return next((value for word in words[1:] if (value := _constant(word))), 0)
-    return 0
+    if one.opcode not in ("VIADD", "IADD3", "UIADD3", "IADD", "UIADD") or counter not in words[1:]:
+        return 0
+    moved = any(other.opcode in ("MOV", "UMOV") and other.operands == (counter, words[0]) for other in inside)
+    if words[0] != counter and not moved:
+        return 0
+    return next((value for word in words[1:] if (value := _constant(word))), 0)
 
 
 def _constant(word: str) -> int | None:

@@ -16,7 +16,8 @@ import pytest
 from click.testing import CliRunner
 
 from tuning.__main__ import main
-from tuning.report import markdown_table, refreshed
+from tuning.documents import refreshed
+from tuning.report import markdown_table
 from tuning.shapes import lookup
 
 ROOT = Path(__file__).resolve().parents[2]
