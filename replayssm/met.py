@@ -53,7 +53,8 @@ def meet(layer: LayerSpec, replay: ReplaySpec, *, num_tokens: int, batch: int, a
     """Tune a step that is about to be planned, if it is to be: see `autotune`."""
     if not _active or torch.cuda.is_current_stream_capturing():
         return
-    if tuned.find(layer, replay, num_tokens=num_tokens, batch=batch, arch=arch) is not None:
+    found = tuned.find(layer, replay, num_tokens=num_tokens, batch=batch, arch=arch)
+    if found is not None and found.basis == "measured":
         return
     shape, rows = tuned.Shape.of(layer, replay, num_tokens), tuned.bucket(batch)
     try:

@@ -1,8 +1,8 @@
 """How a step will run: pure functions of integers and names that return one printable object.
 
 The configuration is what the caller passed (`source="explicit"`), else what a tuned table holds for the shape ("user"
-or "shipped", `replayssm.tuned`), else what `replayssm.autotune` found ("autotuned"), else a rule of thumb
-("heuristic").
+or "shipped", `replayssm.tuned`), else what `replayssm.autotune` found ("autotuned"), else what was predicted for the
+architecture ("predicted"), else a rule of thumb ("heuristic").
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Launch parameters that were measured: tables as JSON files, one a device, and where a step looks them up.
+"""Launch parameters that were measured or predicted: tables as JSON files, and where a step looks them up.
 
 | order | source | where |
 |---|---|---|
@@ -6,13 +6,15 @@
 | 2 | user | the file named by `REPLAYSSM_TUNED`, else `replayssm/tuned.json` in `$XDG_CONFIG_HOME` (`~/.config`) |
 | 3 | shipped | `replayssm/data/tuned/*.json` of this device |
 | 4 | autotuned | what `replayssm.autotune` has found in this process |
-| 5 | heuristic | `cute_kernels.heuristic.heuristic_config` |
+| 5 | predicted | a table of either place whose times were predicted for the architecture, not measured |
+| 6 | heuristic | `cute_kernels.heuristic.heuristic_config` |
 
-Files are read once a process, at the first plan of an architecture. A table holds for its device, which must be the
-current one then; where the machine
-has no GPU of the planned architecture, as when kernels are compiled ahead, that of any device of the architecture
-serves. A file that cannot be used is an error where `REPLAYSSM_TUNED` names it, else a warning, once, and the next
-source serves. Within an entry a batch takes the smallest measured batch that is not below it, else the largest.
+Files are read once a process, at the first plan of an architecture. A measured table holds for its device, which must
+be the current one then; where the machine has no GPU of the planned architecture, as when kernels are compiled ahead,
+that of any device of the architecture serves. A predicted table holds for every device of its architecture, and only
+for shapes that no measured one has; one table never mixes the two. A file that cannot be used is an error where
+`REPLAYSSM_TUNED` names it, else a warning, once, and the next source serves. Within an entry a batch takes the smallest
+batch of the table that is not below it, else the largest.
 
 A table says how a kernel is launched, never how exact it is: the precision of products is not in it.
 """
@@ -42,7 +44,7 @@ SHIPPED = Path(__file__).parent / "data" / "tuned"
 TUNED_FIELDS = tuple(field.name for field in fields(StepConfig) if field.name != "precision")
 LARGEST_BUCKET = 1 << 16
 Basis = Literal["measured", "predicted"]
-Source = Literal["explicit", "user", "shipped", "autotuned", "heuristic"]
+Source = Literal["explicit", "user", "shipped", "autotuned", "predicted", "heuristic"]
 Parameters = Mapping[str, Any]  # ints, by the names of `TUNED_FIELDS`
 _kept: dict[tuple[Shape, int, str], Choice] = {}  # by shape, batch and architecture
 _DTYPES = ("checkpoint_dtype", "activation_dtype", "value_dtype", "decay_dtype", "read_dtype")
@@ -226,8 +228,8 @@ def local_device(arch: str) -> str | None:
 
 @functools.cache
 def tables(arch: str) -> tuple[tuple[Source, Path, Table], ...]:
-    """The tables for this machine's device, or for any of the architecture where it has none; the first one that has a
-    shape decides.
+    """The tables for this machine's device, or for any of the architecture where it has none, measured ones first; the
+    first one that has a shape decides.
 
     Raises:
         TunedTableError: the file that `REPLAYSSM_TUNED` names cannot be used.
@@ -242,7 +244,6 @@ def tables(arch: str) -> tuple[tuple[Source, Path, Table], ...]:
             if named:
                 raise
             warnings.warn(f"tuned table not used: {error}", RuntimeWarning, stacklevel=2)
-    shipped: list[tuple[Source, Path, Table]] = []
     for path in sorted(SHIPPED.glob("*.json")):
         try:
             table = read_table(path)
@@ -250,8 +251,9 @@ def tables(arch: str) -> tuple[tuple[Source, Path, Table], ...]:
             warnings.warn(f"tuned table not used: {error}", RuntimeWarning, stacklevel=2)
             continue
         if mismatch(table, arch, device) is None:
-            shipped.append(("shipped", path, table))
-    return (*found, *sorted(shipped, key=lambda one: one[2].basis != "measured"))
+            found.append(("shipped", path, table))
+    measured = [one for one in found if one[2].basis == "measured"]
+    return (*measured, *(("predicted", path, table) for _, path, table in found if table.basis == "predicted"))
 
 
 def _table_for(path: Path, arch: str, device: str | None) -> Table:
@@ -265,7 +267,7 @@ def mismatch(table: Table, arch: str, device: str | None) -> str | None:
     """Why a table does not hold for an architecture and a device (None where it is not known), or None."""
     if table.arch != arch:
         return f"expected a table for {arch}, got one for {table.arch} ({table.device})"
-    if device not in (None, table.device):
+    if table.basis == "measured" and device not in (None, table.device):
         return f"expected a table for {device}, got one for {table.device}"
     return None
 
@@ -290,12 +292,14 @@ def find(layer: LayerSpec, replay: ReplaySpec, *, num_tokens: int, batch: int, a
     usable: Sequence[tuple[Source, Path, Table]] = tables(arch)
     if not (usable or _kept) or num_tokens < 1:
         return None
-    shape = Shape.of(layer, replay, num_tokens)
+    shape, rows = Shape.of(layer, replay, num_tokens), bucket(batch)
+    kept = _kept.get((shape, rows, arch))
     for source, path, table in usable:
-        if hit := table.find(shape, bucket(batch)):
+        if table.basis == "predicted" and kept is not None:
+            break
+        if hit := table.find(shape, rows):
             return Found(source, path, table.basis, *hit)
-    kept = _kept.get((shape, bucket(batch), arch))
-    return None if kept is None else Found("autotuned", None, "measured", bucket(batch), kept)
+    return None if kept is None else Found("autotuned", None, "measured", rows, kept)
 
 
 def keep(shape: Shape, batch: int, arch: str, choice: Choice) -> None:

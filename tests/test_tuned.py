@@ -115,10 +115,35 @@ def test_a_source_without_the_shape_leaves_it_to_the_next(home: Home) -> None:
     assert planned().source == "shipped"
 
 
-def test_measured_before_predicted(home: Home) -> None:
-    home("shipped", table(4, basis="predicted"), "a.json")
+@pytest.mark.parametrize("predicted", ["shipped", "user"])
+def test_measured_before_predicted(predicted: str, home: Home) -> None:
+    """Wherever the predicted table lies, and only where a measured one has the shape."""
+    home(predicted, table(4, basis="predicted"), "a.json")
     home("shipped", table(2), "b.json")
-    assert planned().key.config.split == 2
+    assert (planned().source, planned().key.config.split) == ("shipped", 2)
+    home("shipped", table(2, entries={}), "b.json")
+    tuned.tables.cache_clear()
+    plan._planned.cache_clear()
+    assert (planned().source, planned().key.config.split) == ("predicted", 4)
+
+
+def test_autotuned_before_predicted(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuned, "_kept", {})
+    home("shipped", table(4, basis="predicted"))
+    assert planned().source == "predicted"
+    tuned.keep(Shape.of(LAYER, REPLAY, 1), 8, "sm_90a", choice(2))
+    plan.forget()
+    assert (planned().source, planned().key.config.split) == ("autotuned", 2)
+
+
+def test_a_predicted_table_holds_for_the_architecture(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuned, "local_device", lambda arch: "NVIDIA of another name")
+    home("shipped", table(4), "a.json")
+    assert planned().source == "heuristic"
+    home("shipped", table(4, basis="predicted"), "a.json")
+    tuned.tables.cache_clear()
+    plan._planned.cache_clear()
+    assert planned().source == "predicted"
 
 
 def test_precision_is_the_heuristics(home: Home) -> None:

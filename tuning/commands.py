@@ -182,6 +182,8 @@ def check(table: Path | None, sample: int, tolerance: float, as_json: bool) -> N
         found = checked(lambda: tuned.read_table(table))
     if reason := tuned.mismatch(found, arch, machine.device_name):
         raise click.UsageError(reason)
+    if found.basis != "measured":
+        raise click.UsageError(f"the table of {found.device} holds predicted times, which do not drift; tune instead")
     facts = drift(found, Tuner(machine, Journal(None, {}), replayssm.step), sample, tolerance)
     _print(facts, [report.drift_table(facts)], as_json)
     sys.exit(int(any(fact["status"] != "in order" for fact in facts)))

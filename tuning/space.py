@@ -11,12 +11,14 @@ from itertools import product
 from typing import Any
 
 from cute_kernels.arch import Arch
-from cute_kernels.configs import SIZE_BYTES, StepConfig, StepKey, Tile
-from cute_kernels.heuristic import heuristic_config, invalid_reason, room
+from cute_kernels.configs import ROW_BLOCK, SIZE_BYTES, StepConfig, StepKey, Tile
+from cute_kernels.heuristic import MOST_LARGE_CTAS, MULTIPROCESSOR_REGISTERS, heuristic_config, invalid_reason, room
 from replayssm.tuned import TUNED_FIELDS, Parameters, Shape
 
 FOLD_VALUES = (4, 8, 16, 32, 64)
 WARPS = (1, 2, 4, 8)
+# Registers of a thread: with fewer every step kernel spills, of one token and of several; more none has taken.
+FEWEST_REGISTERS, FEWEST_REGISTERS_OF_DRAFTS, MOST_REGISTERS = 56, 80, 224
 
 
 @dataclass(frozen=True)
@@ -127,5 +129,47 @@ def prune_outclassed(rows: int, multiprocessors: int) -> Prune:
 
     def prune(tried: Sequence[Candidate]) -> Sequence[Candidate]:
         return [c for i, c in enumerate(tried) if i == 0 or not any(outclasses(other, c) for other in tried)]
+
+    return prune
+
+
+def prune_wasteful(rows: int, multiprocessors: int) -> Prune:
+    """Drop launches that the kernel has no use for, whatever a compiler makes of them.
+
+    * A fold of fewer than half the values at a time that the first candidate takes: it loads each record that much more
+      often for registers that are there (399 and 362 us with 16 and 32, Super in bfloat16, H200, 2026-11-29).
+    * Warps beyond 16 rows each where products are made of 16 rows (8 warps for 64 rows: 428 us, 2 warps 285; the same,
+      2026-11-30).
+    * More CTAs a head where fewer give every multiprocessor one: each repeats the work on the window (at batch 1 to 8
+      equal or up to 26 % slower, 2026-11-29), unless their tiles are too large for two of them on a multiprocessor.
+    * A share of the registers that no kernel exceeds, which changes nothing, or that every one does, which spills.
+
+    The first candidate is kept. `replayssm tune --no-prune` tries everything.
+
+    Args:
+        rows: of the step.
+        multiprocessors: of the device.
+    """
+
+    def enough(key: StepKey, split: int) -> bool:
+        """Whether so many CTAs a head leave no multiprocessor idle, and room for some of them on each."""
+        fewer = replace(key, config=replace(key.config, split=split))
+        return rows * key.num_v_heads * split >= multiprocessors and room(fewer) > MOST_LARGE_CTAS
+
+    def wasteful(candidate: Candidate, first: Candidate, splits: Sequence[int]) -> bool:
+        key, tile = candidate.key, Tile.of(candidate.key)
+        if 2 * tile.fold_block < min(Tile.of(first.key).fold_block, tile.fold_steps):
+            return True
+        if key.drafts and tile.warps > max(1, tile.rows // ROW_BLOCK):
+            return True
+        if any(split < key.config.split and enough(key, split) for split in splits):
+            return True
+        share = MULTIPROCESSOR_REGISTERS // (tile.threads * key.config.ctas)
+        fewest = FEWEST_REGISTERS_OF_DRAFTS if key.drafts else FEWEST_REGISTERS
+        return key.config.ctas > 1 and not fewest <= share < MOST_REGISTERS
+
+    def prune(tried: Sequence[Candidate]) -> Sequence[Candidate]:
+        splits = sorted({candidate.config.split for candidate in tried})
+        return [c for i, c in enumerate(tried) if i == 0 or not wasteful(c, tried[0], splits)]
 
     return prune

@@ -34,7 +34,7 @@ from tuning.measure import PROTOCOL
 from tuning.roofline import Rates
 from tuning.search import DEFAULT_ROUNDS, NoCandidateError, Result, race, refusals
 from tuning.shapes import ModelShape
-from tuning.space import Candidate, candidates, prune_outclassed
+from tuning.space import Candidate, candidates, prune_outclassed, prune_wasteful
 from tuning.store import Journal
 from tuning.workload import Step
 
@@ -124,7 +124,10 @@ class Field:
     def of(cls, job: Job, arch: str, multiprocessors: int | None) -> Field:
         """All candidates, or without a number of multiprocessors to prune for all of them tried."""
         found = candidates(job.target, job.rows, ARCHES[arch])
-        kept = found if multiprocessors is None else prune_outclassed(job.rows, multiprocessors)(found)
+        kept: Sequence[Candidate] = found
+        if multiprocessors is not None:
+            for prune in (prune_wasteful, prune_outclassed):
+                kept = prune(job.rows, multiprocessors)(kept)
         return cls(job, tuple(kept), tuple(c for c in found if c not in kept))
 
     @property

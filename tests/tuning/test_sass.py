@@ -16,8 +16,8 @@ import torch
 from cute_kernels.configs import WARP, Tile
 from replayssm.spec import ReplaySpec
 from tuning.matrix import StepCase
-from tuning.prediction import planned_key
 from tuning.predict import Kernel
+from tuning.prediction import planned_key
 from tuning.sass import EXIT, Program, why_no_sass
 from tuning.shapes import lookup
 
@@ -58,7 +58,7 @@ LOOP = """
         ("MOV R4, R9", "IADD3 R4, R4, 0x1, RZ\n ISETP.NE.U32.AND P0, PT, R4, RZ, PT", None),
         ("MOV R4, RZ", "IADD3 R4, R4, 0x1, RZ\n ISETP.NE.U32.AND P0, PT, R4, R8, PT", None),
     ],
-    ids=["counter", "from 2 by 2", "uniform, moved", "tested before it is raised", "moved", "flag", "wait", "to zero", "register"],
+    ids=["counter", "from 2 by 2", "uniform", "tested before", "moved", "flag", "wait", "to zero", "register"],
 )  # fmt: skip
 def test_trips(start: str, body: str, trips: int | None) -> None:
     code = program(LOOP.format(start=start, body=body))
