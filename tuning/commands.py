@@ -19,7 +19,7 @@ from replayssm.spec import MAX_DRAFT, ReplaySpec
 from tuning import prediction
 from tuning import tune_report as report
 from tuning.acceptance import acceptance, observed
-from tuning.devices import DEVICES
+from tuning.devices import DEVICES, Device
 from tuning.doctor import diagnosis
 from tuning.goals import DEFAULT_MODEL
 from tuning.matrix import ALL_MODELS, STEPS, StepCase
@@ -81,18 +81,23 @@ def _layers(given: Mapping[str, Any]) -> tuple[tuple[ModelShape, ...], tuple[Rep
 @click.option("--fresh", is_flag=True, help="Forget what an interrupted run has finished.")
 @click.option("--arch", type=click.Choice(tuple(ARCHES)), help="With --dry-run; this machine's GPU, or sm_90a.")
 @click.option("--dry-run", is_flag=True, help="Print what would be tuned; needs no GPU.")
+@click.option("--predict", "predicts", is_flag=True, help="Choose by predicted times, into --out; needs no GPU.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
-def tune(dry_run: bool, arch: str | None, as_json: bool, no_prune: bool, **given: Any) -> None:
+def tune(dry_run: bool, predicts: bool, arch: str | None, as_json: bool, no_prune: bool, **given: Any) -> None:
     """Choose the launch parameters of layers by timing them, and keep them in a table."""
-    if arch and not dry_run:
-        raise click.UsageError("--arch: only with --dry-run; what is timed is this machine's GPU")
+    if arch and not (dry_run or predicts):
+        raise click.UsageError("--arch: only with --dry-run or --predict; what is timed is this machine's GPU")
+    if predicts and given["out"] is None:
+        raise click.UsageError("--predict: name a table with --out; measured ones hold no predicted times")
     shapes, replays = _layers(given)
     jobs = checked(lambda: jobs_of(shapes, replays, given["batches"], given["accepted"]))
     here = torch.cuda.is_available()
-    if not here and not dry_run:
+    if not here and not dry_run and not predicts:
         raise click.UsageError("no CUDA device here; --dry-run prints what would be tuned without one")
     arch = arch or (own_arch() if here else "sm_90a")
-    fields = [Field.of(job, arch, None if no_prune else multiprocessors()) for job in jobs]
+    device = next(device for device in DEVICES.values() if device.arch == arch)
+    of_device = device.multiprocessors if predicts else multiprocessors()
+    fields = [Field.of(job, arch, None if no_prune else of_device) for job in jobs]
     uncovered = sorted({field.job.shape.name for field in fields if not field.tried})
     if uncovered:
         raise click.UsageError(f"--model: no kernels for {', '.join(uncovered)}; see `replayssm show`")
@@ -100,7 +105,7 @@ def tune(dry_run: bool, arch: str | None, as_json: bool, no_prune: bool, **given
         rates = NOMINAL_H200 if arch == "sm_90a" else None
         _print(report.field_facts(fields, arch, rates), report.field_tables(fields, arch, rates), as_json)
         return
-    sys.exit(_tune(fields, given, as_json))
+    sys.exit(_predicted(fields, device, given["out"], as_json) if predicts else _tune(fields, given, as_json))
 
 
 def _tune(fields: Sequence[Field], given: Mapping[str, Any], as_json: bool) -> int:
@@ -135,6 +140,23 @@ def _tune(fields: Sequence[Field], given: Mapping[str, Any], as_json: bool) -> i
     _print(report.choice_facts(choices), [report.choice_table(choices)], as_json)
     screen.print(f"{len(choices)} entries written to {out}", highlight=False)
     return int(len(choices) < len(fields))
+
+
+def _predicted(fields: Sequence[Field], device: Device, out: Path, as_json: bool) -> int:
+    """Choose by predicted times; the exit code."""
+    if why := why_no_sass():
+        raise click.UsageError(why)
+    found = environment()
+    versions = {"replayssm": replayssm.__version__, "cutlass_dsl": found["cutlass_dsl"]}
+    header = tuned.Table(f"NVIDIA {device.name}", device.arch, "predicted", versions, prediction.PREDICTED_PROTOCOL, {})
+    base = checked(lambda: tuned.read_table(out)) if out.exists() else None
+    checked(lambda: merged(base, {}, header))
+    make, choices = prediction.kernels(), {}
+    for field in fields:
+        choices[field.job] = checked(lambda: prediction.predicted_choice(field, device, make))  # noqa: B023
+    write_json(out, merged(base, choices, header).to_json())
+    _print(report.choice_facts(choices), [report.choice_table(choices)], as_json)
+    return 0
 
 
 def _header(device: str, arch: str, accepted: float | None) -> tuned.Table:

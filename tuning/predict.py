@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -181,7 +181,7 @@ def predict(kernel: Kernel, case: StepCase, device: Device) -> Prediction:
     ctas = case.rows * row_ctas
     share = ctas / device.multiprocessors
     memory, num_bytes = _memory(kernel, groups, device)
-    pipes: Counter[str] = Counter()
+    pipes: defaultdict[str, float] = defaultdict(float)
     shared = 0.0
     for rows in groups:
         warps = rows.count * row_ctas * tile.warps
@@ -233,7 +233,7 @@ def _memory(kernel: Kernel, groups: Iterable[_Rows], device: Device) -> tuple[fl
 
 def pipe_cycles(issued: Mapping[Instruction, int]) -> dict[str, float]:
     """Cycles of a scheduler by pipe for what one warp issues, and "issue" for all of it."""
-    found: Counter[str] = Counter()
+    found: defaultdict[str, float] = defaultdict(float)
     for one, times in issued.items():
         pipe, cycles = pipe_of(one.opcode)
         found["issue"] += times

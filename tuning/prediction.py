@@ -20,14 +20,22 @@ from replayssm.keys import step_key
 from replayssm.launch import options_of
 from replayssm.plan import plan_step
 from replayssm.pool import default_ring_layout
+from replayssm.tuned import Choice
 from tuning.devices import Device
 from tuning.matrix import StepCase, replay_of, state_name
 from tuning.predict import Kernel, Prediction, facts, predict
 from tuning.report import layer_name, line
 from tuning.shapes import lookup
+from tuning.tuner import Field, launched_key
 from tuning.workload import make_inputs
 
 WITHIN = 0.15  # what a prediction may err by
+# How much faster than the heuristic's choice another must be predicted to be. Of the eight pairs in docs/prediction.md
+# that were measured the ratio is overrated by up to 9 % (H200, 2026-11-29 and 30).
+CLEARLY = 0.1
+PREDICTED_PROTOCOL = (
+    "predicted from the compiled kernels (tuning/predict.py): nothing was run; mean step of rows anywhere in the window"
+)
 Entry = Mapping[str, Any]
 Make = Callable[[StepKey, str], Kernel]
 
@@ -121,6 +129,29 @@ def comparison(
         entries.append({**head, "status": "predicted", "measured": measured, "predicted": predicted})
         done(one)
     return entries
+
+
+def predicted_choice(field: Field, device: Device, make: Make) -> Choice:
+    """The launch parameters that a job is predicted to be fastest with, and the next best.
+
+    The first candidate, which is the heuristic's, stays unless another is predicted to be faster by more than
+    `CLEARLY`. Kernels that spill are left out.
+
+    Raises:
+        NotImplementedError: no candidate has control flow that can be followed.
+    """
+    times: dict[int, float] = {}
+    for number, candidate in enumerate(field.tried):
+        kernel = make(launched_key(field.job, candidate), device.arch)
+        if kernel.frame_bytes == 0 or number == 0:
+            times[number] = sum(share * predict(kernel, case, device).us for case, share in field.job.cases)
+    order = sorted(times, key=lambda number: times[number])
+    if times[order[0]] * (1 + CLEARLY) > times[0]:
+        order.remove(0)
+        order.insert(0, 0)
+    best, second = order[0], order[1] if len(order) > 1 else None
+    runner_up = (None, None) if second is None else (field.tried[second].parameters, times[second])
+    return Choice(field.tried[best].parameters, times[best], None, None, *runner_up)
 
 
 def _ratio(entry: Entry) -> float:

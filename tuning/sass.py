@@ -61,7 +61,7 @@ def disassembled(cubin: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [tool, "--print-code", "--no-dataflow", file.name]
+        command = [str(tool), "--print-code", "--no-dataflow", file.name]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 

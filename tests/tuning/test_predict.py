@@ -17,8 +17,10 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from cute_kernels.arch import ARCHES
 from cute_kernels.configs import StepConfig
 from replayssm.spec import ReplaySpec
+from replayssm.tuned import Choice, read_table
 from tests.tuning.test_sass import needs_sass, program
 from tuning import prediction
 from tuning.__main__ import main
@@ -26,9 +28,11 @@ from tuning.devices import CHAIN_US, CYCLES_PER_INSTRUCTION, DEVICES, OVERLAP, R
 from tuning.documents import refreshed
 from tuning.matrix import StepCase
 from tuning.predict import Kernel, instructions, pipe_cycles, pipe_of, predict
-from tuning.prediction import WITHIN, compared, comparison, kernels, key_of, summary_table
+from tuning.prediction import WITHIN, compared, comparison, kernels, key_of, predicted_choice, summary_table
 from tuning.sass import Instruction
 from tuning.shapes import lookup
+from tuning.space import candidates
+from tuning.tuner import Field, Job, launched_key
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT, RECORD = ROOT / "docs" / "prediction.md", ROOT / "docs" / "records" / "prediction.json"
@@ -184,6 +188,28 @@ def test_the_record_is_what_the_model_says() -> None:
             assert found.us == pytest.approx(entry["predicted"][device.name]["us"], rel=0.03)
 
 
+@needs_sass
+@pytest.mark.parametrize(
+    ("state", "tokens", "what", "slower", "faster"),
+    [  # medians on an H200 beside them, 2026-11-29 and 30
+        (torch.float32, 8, "nonflush", {"warps": 8, "fold_values": 32}, {"warps": 2, "fold_values": 32}),  # 428, 286
+        (torch.bfloat16, 1, "nonflush", {"split": 2}, {"split": 1}),  # 167, 135
+        (torch.bfloat16, 1, "flush", {"fold_values": 16}, {"fold_values": 32}),  # 399, 362
+    ],
+    ids=["warps", "split", "fold values"],
+)
+def test_launch_parameters_are_ordered_as_measured(
+    state: torch.dtype, tokens: int, what: str, slower: dict[str, int], faster: dict[str, int]
+) -> None:
+    step = StepCase(lookup("nemotron-3-super"), ReplaySpec(16, tokens, state, torch.bfloat16), 256, what, tokens / 2)
+
+    def predicted(config: dict[str, int]) -> float:
+        key = key_of(step, StepConfig(**config, precision="tf32"))  # type: ignore[arg-type]
+        return predict(Kernel.compiled(key, "sm_90a"), step, H200).us
+
+    assert predicted(slower) > 1.05 * predicted(faster)
+
+
 def test_only_kernels_of_today_are_compared(tmp_path: Path) -> None:
     source = ROOT / "docs" / "records" / "2026-11-30-h200-nemotron-3-super-windows.json"
     record = json.loads(source.read_text())
@@ -206,6 +232,54 @@ def test_a_summary_counts_what_is_missed(tmp_path: Path) -> None:
     table = summary_table(entries)
     assert "| nonflush | 2 | 2 | 1.14 | 1.14 |" in table and "| flush | 2 | 0 | 1.16 | 1.16 |" in table
     assert table.count("| flush |") == 3  # its line, and both entries among the missed
+
+
+def test_another_choice_than_the_heuristics_must_be_clearly_faster() -> None:
+    """By more than the model has been seen to overrate a choice; one that spills is none."""
+    job = Job(lookup("nemotron-3-super"), case(256).replay, 256)
+    tried = candidates(job.target, 256, ARCHES["sm_90a"])[:3]
+    field = Field(job, tried, ())
+    kernels = [kernel("FADD R0, R0, R1\n" * n) for n in (3000, 2900, 500)]
+    by_key = {
+        launched_key(job, one): replace(made, key=launched_key(job, one))
+        for one, made in zip(tried, kernels, strict=True)
+    }
+
+    def chosen(**changed: int) -> Choice:
+        found = {**by_key, launched_key(job, tried[2]): replace(by_key[launched_key(job, tried[2])], **changed)}
+        return predicted_choice(field, H200, lambda key, arch: found[key])
+
+    assert chosen().parameters == tried[2].parameters and chosen().runner_up == tried[1].parameters
+    assert chosen().p10_us is None and chosen().median_us < chosen().runner_up_us
+    assert chosen(frame_bytes=8).parameters == tried[0].parameters  # the second is too little faster
+
+
+@needs_sass
+def test_a_predicted_table_is_made_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "tuned.json"
+    words = [
+        "tune",
+        "--predict",
+        "--model",
+        "nemotron-3-nano-4b",
+        "--batch",
+        "8",
+        "--arch",
+        "sm_103a",
+        "--out",
+        str(out),
+    ]
+    made = CliRunner().invoke(main, words)
+    assert made.exit_code == 0, made.output
+    table = read_table(out)
+    assert (table.basis, table.arch) == ("predicted", "sm_103a") and "B300" in table.device
+    ((shape, choices),) = table.entries.items()
+    assert shape.layer == lookup("nemotron-3-nano-4b").layer and choices[8].median_us > 5
+    refused = CliRunner().invoke(main, words[:-2])
+    assert refused.exit_code == 2 and "--out" in refused.output
+    out.write_text(json.dumps({**json.loads(out.read_text()), "basis": "measured"}))
+    mixed = CliRunner().invoke(main, words)
+    assert mixed.exit_code == 2 and "measured" in mixed.output
 
 
 @needs_sass

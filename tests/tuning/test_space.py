@@ -16,10 +16,12 @@ import torch
 from cute_kernels.arch import ARCHES, Arch
 from cute_kernels.configs import StepConfig, StepKey, Tile
 from cute_kernels.heuristic import heuristic_config, invalid_reason, smem_bytes
-from replayssm.spec import LayerSpec, ReplaySpec
+from replayssm.spec import LayerSpec, ReadDtype, ReplaySpec
 from replayssm.tuned import Shape
+from tuning.matrix import ALL_MODELS
 from tuning.shapes import MODELS, lookup
-from tuning.space import Candidate, candidates, kernel_of, prune_outclassed, room
+from tuning.space import Candidate, candidates, kernel_of, prune_outclassed, prune_wasteful, room
+from tuning.tuner import BATCHES
 
 ARCH = ARCHES["sm_90a"]
 ANY_WARPS = {1, 2, 4, 8}
@@ -183,3 +185,66 @@ def test_only_what_is_otherwise_alike_is_compared() -> None:
         assert prune([whole, other]) == [whole, other]
     held = made(split=1, ctas=5)
     assert prune([whole, held, made(split=2, ctas=9)]) == [whole, held]
+
+
+def kept_of(name: str, replay: ReplaySpec, rows: int) -> list[StepConfig]:
+    found = candidates(Shape.of(lookup(name).layer, replay, replay.max_draft), rows, ARCH)
+    return [c.config for c in prune_outclassed(rows, 132)(prune_wasteful(rows, 132)(found))]
+
+
+@pytest.mark.parametrize(("name", "tp"), [layer for layers in ALL_MODELS.values() for layer in layers])
+@pytest.mark.parametrize("tokens", [1, 8])
+@pytest.mark.parametrize("read", [None, "nvfp4"])
+def test_few_candidates_are_left_to_compile(name: str, tp: int, tokens: int, read: ReadDtype | None) -> None:
+    """Over all batches of a table at most 45 kernels of up to 140, and the heuristic's stays the first."""
+    shape = lookup(name, tp=tp).layer
+    for state in (torch.float32,) if read else (torch.float32, torch.bfloat16):
+        replay = ReplaySpec(16, tokens, state, read_dtype=read)
+        all_of = {kernel_of(c.key) for c in candidates(Shape.of(shape, replay, tokens), 256, ARCH)}
+        compiled, timed = set(), 0
+        for rows in BATCHES:
+            found = candidates(Shape.of(shape, replay, tokens), rows, ARCH)
+            kept = prune_outclassed(rows, 132)(prune_wasteful(rows, 132)(found))
+            assert kept[0] is found[0]
+            compiled |= {kernel_of(c.key) for c in kept}
+            timed += len(kept)
+        assert len(compiled) <= 45 and timed <= 175
+        assert len(compiled) <= max(20, 0.6 * len(all_of))
+
+
+@pytest.mark.parametrize(
+    ("name", "replay", "rows", "fastest"),
+    [
+        ("nemotron-3-super", ReplaySpec(max_draft=8), 256, StepConfig(1, 2, 1, 32)),
+        ("nemotron-3-super", ReplaySpec(16, 8, torch.bfloat16), 256, StepConfig(1, 2, 9, 16)),
+        ("nemotron-3-super", ReplaySpec(16, 1, torch.bfloat16), 256, StepConfig(1, 4, 1, 16)),
+        ("nemotron-3-super", ReplaySpec(16, 1, torch.bfloat16), 256, StepConfig(1, 4, 1, 32)),
+        ("nemotron-3-super", ReplaySpec(read_dtype="nvfp4"), 256, StepConfig(1, 1, 1, 32)),
+        ("qwen3.5-122b-a10b", ReplaySpec(max_draft=8), 256, StepConfig(2, 2, 1, 32)),
+        ("glm-5.3-flash", ReplaySpec(max_draft=8), 256, StepConfig(1, 4, 1, 32)),
+        ("glm-5.3-flash", ReplaySpec(), 256, StepConfig(1, 4, 2, 32)),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_what_was_fastest_is_not_dropped(name: str, replay: ReplaySpec, rows: int, fastest: StepConfig) -> None:
+    """On an H200, 2026-11-29 and 30: docs/performance.md, and the reasons in `cute_kernels.heuristic`."""
+    assert replace(fastest, precision="tf32") in kept_of(name, replay, rows)
+
+
+def test_what_no_kernel_has_use_for_is_dropped() -> None:
+    drafts = ReplaySpec(max_draft=8)
+    kept = kept_of("nemotron-3-super", drafts, 256)
+    assert not [c for c in kept if c.warps == 8]  # 64 rows are four times 16
+    assert not [c for c in kept if c.fold_values < 16] and [c for c in kept if c.fold_values == 16]
+    assert {c.split for c in kept} == {1} and {c.split for c in kept_of("nemotron-3-super", drafts, 1)} == {1, 2}
+    shares = {65536 // (32 * c.warps * c.ctas) for c in kept if c.ctas > 1}
+    assert shares and min(shares) >= 80 and max(shares) < 224
+    # One CTA a multiprocessor more is no use where the first is large; there the choice stays open.
+    assert {c.split for c in kept_of("qwen3.5-122b-a10b", ReplaySpec(), 256)} >= {1, 2}
+
+
+def test_the_first_candidate_is_never_wasteful() -> None:
+    found = candidates(Shape.of(lookup("nemotron-3-super").layer, ReplaySpec(max_draft=8), 8), 256, ARCH)
+    worst = next(c for c in found if c.config.warps == 8 and c.config.fold_values == 4)
+    assert prune_wasteful(256, 132)([worst])[0] is worst
+    assert worst not in prune_wasteful(256, 132)([found[0], worst])
