@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import functools
 import math
+import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -107,8 +108,10 @@ class Kernel:
         from cute_kernels import step
         from cute_kernels.compile import compile_only
 
-        made = compile_only(step.step_launch, lambda: step.fake_arguments(key), arch, compiler.KeepCUBIN(True))
-        cubin = made.artifacts.CUBIN
+        with tempfile.TemporaryDirectory() as folder:
+            keep = (compiler.KeepCUBIN(True), compiler.DumpDir(folder))
+            made = compile_only(step.step_launch, lambda: step.fake_arguments(key), arch, *keep)
+            cubin = made.artifacts.CUBIN
         (used,) = resources(cubin).values()
         return cls(key, arch, Program.of(disassembled(cubin)), used.registers, used.frame_bytes)
 

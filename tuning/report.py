@@ -91,12 +91,20 @@ def _figures(entry: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
+def time_of(us: float) -> str:
+    """A time, in milliseconds from 10 of them on."""
+    return f"{us:.1f} us" if us < 1e4 else f"{us / 1e3:.0f} ms"
+
+
 def _goal(entry: Mapping[str, Any]) -> str:
     speedup = f"{entry['speedup']:.2f}x plain" if "speedup" in entry else ""
     if "goal" not in entry:
         return speedup
     bounds = {"us": "<= {:g} us", "ratio": "<= {:g} x limit", "speedup": ">= {:g} x plain"}
-    wanted = ", ".join(bounds[name].format(value) for name, value in entry["goal"].items())
+    wanted = ", ".join(
+        bounds[name].format(value) if name != "us" or value < 1e4 else f"<= {value / 1e3:g} ms"
+        for name, value in entry["goal"].items()
+    )
     return f"{speedup + ', ' if speedup else ''}{'met' if entry['goal_met'] else 'MISSED'}: {wanted}"
 
 
@@ -111,7 +119,7 @@ def markdown_table(entries: Iterable[Mapping[str, Any]]) -> str:
     With several tokens or windows each has a row, and where there is a choice of windows a second table says which of
     them has the least average.
     """
-    rows = _steps(entries)
+    rows = steps_of(entries)
     if len({(tokens, window) for *_, tokens, window in rows}) <= 1 and all(tokens == 1 for *_, tokens, _ in rows):
         lines = [LAYER_COLUMNS + STEP_COLUMNS, "|---" * 10 + "|"]
         lines += [line(*head[:3], *_times(found)) for head, found in rows.items()]
@@ -128,7 +136,7 @@ def markdown_table(entries: Iterable[Mapping[str, Any]]) -> str:
     return "\n".join(lines + _best_windows(rows))
 
 
-def _steps(entries: Iterable[Mapping[str, Any]]) -> dict[tuple[Any, ...], Found]:
+def steps_of(entries: Iterable[Mapping[str, Any]]) -> dict[tuple[Any, ...], Found]:
     """The batches of which all steps were measured, by layer, state, rows, T and window."""
     rows: dict[tuple[Any, ...], Found] = {}
     plain: dict[tuple[Any, ...], Mapping[str, Any]] = {}
@@ -172,6 +180,18 @@ def _times(found: Found) -> list[str]:
     return [*cells, f"{average['median_us']:.1f}", f"{plain['median_us']:.1f}", f"{average['speedup']:.2f}"]
 
 
+def windows_table(entries: Iterable[Mapping[str, Any]]) -> str:
+    """Of records of several windows: averages of each, and which is least, as Markdown."""
+    choices: dict[tuple[Any, ...], dict[int, float]] = {}
+    for head, found in steps_of(entries).items():
+        choices.setdefault(head[:-1], {})[head[-1]] = found["average"]["median_us"]
+    lines = [LAYER_COLUMNS + "| T | averages by window | best |", "|---" * 6 + "|"]
+    for head, averages in choices.items():
+        shown = ", ".join(f"{window}: {averages[window]:.1f}" for window in sorted(averages))
+        lines.append(line(*head, shown, min(averages, key=lambda window: averages[window])))
+    return "\n".join(lines)
+
+
 def _best_windows(rows: Mapping[tuple[Any, ...], Found]) -> list[str]:
     """The window with the least average of each layer, state, batch and T that has several."""
     choices: dict[tuple[Any, ...], dict[int, float]] = {}
@@ -193,7 +213,8 @@ def goals_table(entries: Iterable[Mapping[str, Any]]) -> str:
             head = (layer_name(entry["layer"]), state_name(replay_of(entry)), entry["rows"], entry["num_tokens"])
             outcome, goal = _goal(entry).rsplit(": ", 1)
             ratio = f"{entry['ratio']:.3f}" if "ratio" in entry else ""
-            cells = (goal, f"{entry['median_us']:.1f}", ratio, outcome.replace("MISSED", "missed"))
+            us = entry["median_us"]
+            cells = (goal, f"{us:.1f}" if us < 1e4 else time_of(us), ratio, outcome.replace("MISSED", "missed"))
             lines.append(line(*head, entry["replay"]["window"], entry["what"], *cells))
     return "\n".join(lines)
 

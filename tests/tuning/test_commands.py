@@ -406,6 +406,6 @@ def test_the_document_shows_what_the_commands_print(repository: Path, monkeypatc
 
 def test_every_command_has_help() -> None:
     told = run("--help").output
-    for command in ("tune", "show", "check", "window", "doctor", "bench", "warmup", "report", "memory"):
+    for command in ("tune", "show", "check", "window", "doctor", "predict", "bench", "warmup", "report", "memory"):
         assert f"  {command} " in told
         run(command, "--help")
