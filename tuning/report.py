@@ -181,12 +181,14 @@ def _times(found: Found) -> list[str]:
 
 
 def windows_table(entries: Iterable[Mapping[str, Any]]) -> str:
-    """Of records of several windows: averages of each, and which is least, as Markdown."""
+    """Averages of the layers, states, batches and T that have several windows, and which is least, as Markdown."""
     choices: dict[tuple[Any, ...], dict[int, float]] = {}
     for head, found in steps_of(entries).items():
         choices.setdefault(head[:-1], {})[head[-1]] = found["average"]["median_us"]
     lines = [LAYER_COLUMNS + "| T | averages by window | best |", "|---" * 6 + "|"]
     for head, averages in choices.items():
+        if len(averages) == 1:
+            continue
         shown = ", ".join(f"{window}: {averages[window]:.1f}" for window in sorted(averages))
         lines.append(line(*head, shown, min(averages, key=lambda window: averages[window])))
     return "\n".join(lines)
@@ -214,7 +216,8 @@ def goals_table(entries: Iterable[Mapping[str, Any]]) -> str:
             outcome, goal = _goal(entry).rsplit(": ", 1)
             ratio = f"{entry['ratio']:.3f}" if "ratio" in entry else ""
             us = entry["median_us"]
-            cells = (goal, f"{us:.1f}" if us < 1e4 else time_of(us), ratio, outcome.replace("MISSED", "missed"))
+            measured = f"{us / 1e3:.0f} ms" if entry["goal"].get("us", 0) >= 1e4 else f"{us:.1f}"
+            cells = (goal, measured, ratio, outcome.replace("MISSED", "missed"))
             lines.append(line(*head, entry["replay"]["window"], entry["what"], *cells))
     return "\n".join(lines)
 

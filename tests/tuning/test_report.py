@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 from tuning.__main__ import main
-from tuning.documents import refreshed
+from tuning.documents import OTHERS, TABLES, records_of, refreshed
 from tuning.report import markdown_table
 from tuning.shapes import lookup
 
@@ -103,3 +103,70 @@ def test_tables_are_made_from_the_records_that_a_document_names(tmp_path: Path) 
     stale.write_text("<!-- steps lost.json -->\n<!-- end -->")
     lost = CliRunner().invoke(main, ["refresh", str(stale)])
     assert lost.exit_code == 2 and "lost.json" in lost.output
+
+
+def table_of(name: str, *words: str) -> list[list[str]]:
+    """The cells of a table of the documents, below its head."""
+    records = [json.loads((ROOT / "docs" / word).read_text()) for word in words if word.endswith(".json")]
+    text = TABLES[name](records, [word for word in words if not word.endswith(".json")])
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in text.splitlines()[2:]]
+
+
+SUPER, COPIES = "records/2026-11-29-h200-nemotron-3-super.json", "records/2026-11-30-h200-nemotron-3-super-copies.json"
+
+
+def test_probes_are_the_first_of_each_run() -> None:
+    rows = table_of("probes", SUPER, COPIES)
+    assert [row[0] for row in rows] == ["2026-11-29 19:16", "2026-11-30 05:06"]
+    first = json.loads((ROOT / "docs" / SUPER).read_text())["entries"][0]
+    assert first["what"] == "probes" and rows[0][1] == f"{first['read']['median_us']:.1f}"
+    assert float(rows[0][2]) == pytest.approx(2**30 / first["read"]["median_us"] / 1e6, abs=0.01)
+    assert float(rows[0][4]) == pytest.approx(2**31 / first["rewrite"]["median_us"] / 1e6, abs=0.01)
+
+
+def test_others_are_what_the_words_name() -> None:
+    assert {row[4] for row in table_of("others", SUPER, "commit")} == {"commit"}
+    everything = table_of("others", SUPER)
+    assert {row[4] for row in everything} == set(OTHERS.values())
+    entries = json.loads((ROOT / "docs" / SUPER).read_text())["entries"]
+    assert len(everything) == sum(entry["what"] in OTHERS for entry in entries)
+    assert next(row[5] for row in everything if row[4] == "first call, compiled").endswith(" ms")
+
+
+def test_a_change_shows_what_two_records_have_in_common() -> None:
+    def record(read: float, fold: float, average: float) -> list[dict[str, Any]]:
+        steps = {"nonflush": read, "flush": fold, "average": average, "plain": 22.0}
+        return [entry(what, 1, 16, us, speedup=2, fold_share=0.1, us_per_token=us) for what, us in steps.items()]
+
+    old, new = record(10, 20, 11), record(9, 21, 10)
+    text = TABLES["change"]([{"entries": old}, {"entries": [*new, entry("nonflush", 4, 16, 30)]}], [])
+    assert text.splitlines()[2:] == [
+        "| qwen3.5-4b, 32/16 x 128 x 128 | fp32 | 256 | 1 | 16 | 10.0 | 9.0 | 20.0 | 21.0 | 11.0 | 10.0 |"
+    ]
+
+
+def test_windows_are_compared_where_there_are_several() -> None:
+    paths = [f"records/2026-11-29-h200-qwen3.5-122b{part}.json" for part in ("-window-8", "", "-window-32")]
+    ((layer, state, rows, tokens, averages, best),) = table_of("windows", *paths)
+    assert (state, rows, tokens) == ("fp32", "256", "1") and layer.startswith("qwen3.5-122b")
+    by_window = dict(part.split(": ") for part in averages.split(", "))
+    assert list(by_window) == ["8", "16", "32"] and best == min(by_window, key=lambda window: float(by_window[window]))
+
+
+def test_resources_are_those_that_begin_so() -> None:
+    rows = table_of("resources", "records/resources.json", "probe-")
+    assert {row[0] for row in rows} == {"probe-read", "probe-rewrite"} and all(row[3] == "0" for row in rows)
+
+
+def test_every_record_of_a_benchmark_is_shown() -> None:
+    shown = {
+        name for name in ("performance", "precision", "prediction") for name in records_of(ROOT / f"docs/{name}.md")
+    }
+    assert {f"records/{path.name}" for path in RECORDS if "h200" in path.name} <= shown
+
+
+def test_an_unknown_table_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "r.json").write_text('{"entries": []}')
+    (tmp_path / "d.md").write_text("<!-- stepps r.json -->\n<!-- end -->")
+    refused = CliRunner().invoke(main, ["refresh", str(tmp_path / "d.md")])
+    assert refused.exit_code == 2 and "stepps" in refused.output and "steps" in refused.output
