@@ -69,6 +69,8 @@ PIPES: tuple[tuple[str, float, str], ...] = (
         "LOP3* IADD* VIADD* VIMNMX* SHF* SHL SHR SEL* FSEL* ISETP* FSETP* HSET* FSET* FMNMX* PRMT* LEA* MOV* PLOP3*",
     ),
     ("alu", 2, "F2FP* I2FP* IABS IMNMX SGXT* CS2R* P2R* R2P* FCHK"),
+    ("tensor memory", 0, "LDTM* STTM*"),
+    ("tcgen05", 0, "UTC*"),
     ("lsu", 0, "LD* ST* ATOM* RED* SHFL* S2R BAR* SYNCS* CCTL* MEMBAR* FENCE*"),
     ("branch", 0, "BRA* EXIT* B* WARPSYNC* RET* CALL* NANOSLEEP* YIELD* ENDCOLLECTIVE* NOP* ELECT*"),
     ("uniform", 0, "U* R2UR* S2UR* VOTEU*"),
@@ -140,6 +142,7 @@ class Prediction:
         parts: the times of this module's docstring.
         occupancy: CTAs of a multiprocessor.
         pipes: cycles of a scheduler by pipe, of all warps of all CTAs; "issue" counts every instruction.
+        instructions: of a warp on average, by pipe.
         memory_bytes, shared_bytes: through HBM; through shared memory with full widths.
     """
 
@@ -148,6 +151,7 @@ class Prediction:
     parts: Mapping[str, float]
     occupancy: int
     pipes: Mapping[str, float]
+    instructions: Mapping[str, float]
     memory_bytes: float
     shared_bytes: float
 
@@ -185,8 +189,11 @@ def predict(kernel: Kernel, case: StepCase, device: Device) -> Prediction:
     share = ctas / device.multiprocessors
     memory, num_bytes = _memory(kernel, groups, device)
     pipes: defaultdict[str, float] = defaultdict(float)
+    counts: defaultdict[str, float] = defaultdict(float)
     shared = 0.0
     for rows in groups:
+        for name, number in instructions(rows.path.issued).items():
+            counts[name] += number * rows.count / case.rows
         warps = rows.count * row_ctas * tile.warps
         for name, cycles in pipe_cycles(rows.path.issued).items():
             pipes[name] += cycles * warps
@@ -208,7 +215,7 @@ def predict(kernel: Kernel, case: StepCase, device: Device) -> Prediction:
         total = max(total, floor + late / (late + 1) * busy + warp)
     parts = {"memory": memory, busiest: pipe, "occupancy": occupancy, "warp": warp, "floor": floor}
     bound = max(parts, key=lambda name: parts[name])
-    return Prediction(total, bound, parts, kernel.occupancy, dict(pipes), num_bytes, shared)
+    return Prediction(total, bound, parts, kernel.occupancy, dict(pipes), dict(counts), num_bytes, shared)
 
 
 def _memory(kernel: Kernel, groups: Iterable[_Rows], device: Device) -> tuple[float, float]:

@@ -217,6 +217,7 @@ def predicted_facts(case: StepCase, key: StepKey, device: Device, prediction: Pr
     """One prediction without a measurement."""
     head = {"layer": case.shape.name, "state": state_name(case.replay), "tokens": case.num_tokens, "rows": case.rows}
     counts = {
+        "instructions": dict(prediction.instructions),
         "pipes": dict(prediction.pipes),
         "shared_bytes": prediction.shared_bytes,
         "bytes": prediction.memory_bytes,

@@ -2,12 +2,13 @@
 
 NVIDIA's disassembler does the reading; PyPI's nvidia-cuda-nvdisasm brings it, so no CUDA toolkit is needed.
 
-Counts are static. The control flow of these kernels is small: a branch for padding rows, one between rows that read and
-rows that fold, a few by the role of a warp, loops of a fold and of an encoding, and waits for a barrier. A warp's path
-is the heaviest one from the entry to an exit that meets what it must (`Path`); a wait counts once, since who waits does
-not issue, and so does the code that only runs while a barrier is late. A loop runs as often as its counter says where
-start, step and end are constants; twice where a flag ends it, which the compiler makes of a loop of two; else its trips
-follow the records of the row. Predicated instructions count as if they ran, since they are issued.
+Counts are static. The control flow of these kernels is small: a branch for padding rows, one between rows that read
+and rows that fold, a few by the role of a warp, loops of a fold and of an encoding, and waits for a barrier. A warp's
+path is the heaviest one from the entry to an exit that passes the loops of a fold, or none of them (a row of padding
+does less than any other). A wait counts once, since who waits does not issue, and so does the code that only runs while
+a barrier is late. A loop runs as often as its counter says where start, step and end are constants; twice where a flag
+ends it, which the compiler makes of a loop of two; else its trips follow the records of the row. Predicated
+instructions count as if they ran, since they are issued.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ _ENDS = ("BRA", "EXIT", "RET", "BRX", "BRXU", "JMX", "JMP")
 _WIDTH = re.compile(r"\.(?:[US]?(8|16)|ENL2\.(256)|(64|128|256))(?=\.|$)")
 EXIT = -1
 FLAG_TRIPS = 2  # of a loop that a flag ends
-COPIES = ("UBLKCP", "UTMALDG", "LDGSTS")  # what brings a tile into shared memory
 
 
 @functools.cache
@@ -239,23 +239,22 @@ class Program:
             for number in loop.blocks:
                 times[number] *= record_trips if loop.trips is None else loop.trips
         folding = self.fold_blocks
-        copying = {n for n, block in enumerate(self.blocks) if any(one.opcode in COPIES for one in block)}
         backward = {(n, loop.header) for loop in self.loops for n in loop.blocks}
 
         @functools.cache
-        def heaviest(number: int, copied: bool, folded: bool) -> tuple[int, tuple[int, ...]] | None:
+        def heaviest(number: int, folded: bool) -> tuple[int, tuple[int, ...]] | None:
             if number == EXIT:
-                return (0, ()) if copied and folded == folds else None
+                return (0, ()) if folded == folds else None
             if number in folding and not folds:
                 return None
-            copied, folded = copied or number in copying, folded or number in folding
+            folded = folded or number in folding
             onward = [t for t in self.successors[number] if (number, t) not in backward]
-            rest = max(filter(None, (heaviest(t, copied, folded) for t in onward)), default=None)
+            rest = max(filter(None, (heaviest(t, folded) for t in onward)), default=None)
             if rest is None:
                 return None
             return rest[0] + times[number] * len(self.blocks[number]), (number, *rest[1])
 
-        found = heaviest(0, False, False)
+        found = heaviest(0, False)
         if found is None:
             raise NotImplementedError(f"control flow: no path of a row that {'folds' if folds else 'only reads'}")
         issued: Counter[Instruction] = Counter()

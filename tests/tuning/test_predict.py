@@ -140,6 +140,8 @@ def test_the_architecture_must_be_the_devices() -> None:
 
 def test_pipes_of_opcodes() -> None:
     wanted = {
+        "UTCHMMA": "tcgen05",
+        "LDTM": "tensor memory",
         "FFMA2": "fma",
         "FFMA": "fma",
         "HMMA": "tensor",
@@ -291,6 +293,7 @@ def test_the_command(tmp_path: Path) -> None:
     reads, folds = json.loads(printed.output)
     assert (reads["what"], folds["what"], reads["device"], reads["rows"]) == ("nonflush", "flush", "B200", 8)
     assert reads["us"] < folds["us"] and reads["pipes"]["issue"] > 0 and reads["shared_bytes"] > 0
+    assert reads["instructions"]["fma"] < folds["instructions"]["fma"]
 
 
 def test_without_a_disassembler_the_command_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

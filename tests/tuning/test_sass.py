@@ -144,8 +144,12 @@ def test_what_cannot_be_followed_is_refused() -> None:
     assert reads.successors == ((EXIT,),)
     with pytest.raises(NotImplementedError, match="row that folds"):
         reads.path(folds=True, record_trips=1)
+    folds = program(LOOP.format(start="MOV R4, R9", body="ISETP.NE.U32.AND P0, PT, R4, RZ, PT\n VIADD R4, R4, 0x1"))
     with pytest.raises(NotImplementedError, match="only reads"):
-        program("MOV R1, R2\nEXIT").path(folds=False, record_trips=1)
+        folds.path(folds=False, record_trips=1)
+    odd = program(LOOP.format(start="NOP", body="R2P PR, R4, P0"))
+    with pytest.raises(NotImplementedError, match="what sets P0"):
+        _ = odd.loops
 
 
 @functools.cache
