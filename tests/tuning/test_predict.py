@@ -175,8 +175,8 @@ def test_predictions_are_near_the_measurements() -> None:
 
 @needs_sass
 def test_the_record_is_what_the_model_says() -> None:
-    """One layer of each recurrence, on both generations. Where a change of kernels or of the model makes the record stale,
-    `python -m tuning predict --against ... --out` makes it anew, with the records that it names."""
+    """One layer of each recurrence, on both generations. Where a change of kernels or of the model makes the record
+    stale, `python -m tuning predict --against ... --out` makes it anew, with the records that it names."""
     wanted: dict[str, dict[str, Any]] = {}
     for entry in recorded():
         if entry["what"] != "plain":  # which has a kernel of its own
