@@ -12,11 +12,19 @@ from typing import Any
 
 from cute_kernels.arch import Arch
 from cute_kernels.configs import ROW_BLOCK, SIZE_BYTES, StepConfig, StepKey, Tile
-from cute_kernels.heuristic import MOST_LARGE_CTAS, MULTIPROCESSOR_REGISTERS, heuristic_config, invalid_reason, room
+from cute_kernels.heuristic import (
+    HELD_REGISTERS,
+    MOST_LARGE_CTAS,
+    MULTIPROCESSOR_REGISTERS,
+    heuristic_config,
+    invalid_reason,
+    room,
+)
 from replayssm.tuned import TUNED_FIELDS, Parameters, Shape
 
 FOLD_VALUES = (4, 8, 16, 32, 64)
 WARPS = (1, 2, 4, 8)
+HEADS = (1, 2, 4, 8)
 # Registers of a thread: with fewer every step kernel spills, of one token and of several; more none has taken.
 FEWEST_REGISTERS, FEWEST_REGISTERS_OF_DRAFTS, MOST_REGISTERS = 56, 80, 224
 
@@ -44,7 +52,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """E.g. "split 2, warps 4, ctas 1, fold_values 16"."""
+        """E.g. "split 2, warps 4, ctas 1, fold_values 16, heads 1"."""
         return ", ".join(f"{name} {value}" for name, value in self.parameters.items())
 
     @property
@@ -80,8 +88,8 @@ def candidates(shape: Shape, batch: int, arch: Arch) -> tuple[Candidate, ...]:
         return ()
     splits = [split for split in range(1, base.head_dim + 1) if base.head_dim % split == 0]
     tried = [
-        replace(base, config=replace(base.config, split=split, warps=warps, ctas=1, fold_values=values))
-        for split, warps, values in product(splits, WARPS, FOLD_VALUES)
+        replace(base, config=replace(base.config, split=split, heads=heads, warps=warps, ctas=1, fold_values=values))
+        for split, heads, warps, values in product(splits, HEADS, WARPS, FOLD_VALUES)
     ]
     valid = [key for key in tried if invalid_reason(key, arch) is None]
     kernels = {kernel_of(base): base}
@@ -92,23 +100,27 @@ def candidates(shape: Shape, batch: int, arch: Arch) -> tuple[Candidate, ...]:
 
 
 def _filling(key: StepKey) -> StepKey:
-    """The same with no more registers than leave room for all CTAs that fit otherwise."""
-    return replace(key, config=replace(key.config, ctas=room(key)))
+    """The same with no more registers than leave room for all CTAs that fit otherwise, but for `HELD_REGISTERS` where
+    products are made on tensor cores."""
+    ctas = room(key)
+    if key.drafts:
+        ctas = min(ctas, max(1, MULTIPROCESSOR_REGISTERS // (Tile.of(key).threads * HELD_REGISTERS)))
+    return replace(key, config=replace(key.config, ctas=ctas))
 
 
 def kernel_of(key: StepKey) -> tuple[Any, ...]:
     """What kernels of one shape really differ in; `fold_values` only by the rows of a fold's block."""
     config = key.config
-    return config.split, config.warps, config.ctas, config.precision, Tile.of(key).fold_block
+    return config.split, config.heads, config.warps, config.ctas, config.precision, Tile.of(key).fold_block
 
 
 def prune_outclassed(rows: int, multiprocessors: int) -> Prune:
     """Drop those behind another split that has more of the state in flight and loads less of it.
 
-    Only splits that are otherwise alike are compared: as many warps, the same fold, both or neither held to `room`.
-    Applied where both fill every multiprocessor; below that more CTAs may be worth their loads. The first candidate
-    is kept. What is assumed, that a step which memory limits is no faster with less in flight and more to load, is no
-    measurement: `replayssm tune --no-prune` tries everything.
+    Only splits that are otherwise alike are compared: as many heads and warps, the same fold, both or neither held to
+    `room`. Applied where both fill every multiprocessor; below that more CTAs may be worth their loads. The first
+    candidate is kept. What is assumed, that a step which memory limits is no faster with less in flight and more to
+    load, is no measurement: `replayssm tune --no-prune` tries everything.
 
     Args:
         rows: of the step.
@@ -116,11 +128,11 @@ def prune_outclassed(rows: int, multiprocessors: int) -> Prune:
     """
 
     def fills(candidate: Candidate) -> bool:
-        ctas = rows * candidate.key.num_v_heads * candidate.config.split
+        ctas = rows * candidate.key.num_v_heads * candidate.config.split // candidate.config.heads
         return ctas >= candidate.room * multiprocessors
 
-    def launch(key: StepKey) -> tuple[int, bool, int]:
-        return key.config.warps, key.config.ctas > 1, Tile.of(key).fold_block
+    def launch(key: StepKey) -> tuple[int, int, bool, int]:
+        return key.config.heads, key.config.warps, key.config.ctas > 1, Tile.of(key).fold_block
 
     def outclasses(one: Candidate, other: Candidate) -> bool:
         alike = launch(one.key) == launch(other.key)
@@ -142,6 +154,8 @@ def prune_wasteful(rows: int, multiprocessors: int) -> Prune:
       2026-11-30).
     * More CTAs a head where fewer give every multiprocessor one: each repeats the work on the window (at batch 1 to 8
       equal or up to 26 % slower, 2026-11-29), unless their tiles are too large for two of them on a multiprocessor.
+    * Several heads a CTA where that leaves a multiprocessor without one, or with another fold than the first candidate's,
+      which the heads do not touch.
     * A share of the registers that no kernel exceeds, which changes nothing, or that every one does, which spills.
 
     The first candidate is kept. `replayssm tune --no-prune` tries everything.
@@ -163,6 +177,11 @@ def prune_wasteful(rows: int, multiprocessors: int) -> Prune:
         if key.drafts and tile.warps > max(1, tile.rows // ROW_BLOCK):
             return True
         if any(split < key.config.split and enough(key, split) for split in splits):
+            return True
+        if key.config.heads > 1 and (
+            rows * key.num_v_heads // key.config.heads < multiprocessors
+            or tile.fold_block != Tile.of(first.key).fold_block
+        ):
             return True
         share = MULTIPROCESSOR_REGISTERS // (tile.threads * key.config.ctas)
         fewest = FEWEST_REGISTERS_OF_DRAFTS if key.drafts else FEWEST_REGISTERS

@@ -84,8 +84,8 @@ def test_the_kernels_of_super() -> None:
     assert sorted(kernels) == sorted(
         (*part, 1 << n, ctas) for part, most in rooms.items() for n in range(blocks[part]) for ctas in (1, most)
     )
-    assert found[0].name == "split 1, warps 4, ctas 1, fold_values 32"
-    assert found[0].parameters == {"split": 1, "warps": 4, "ctas": 1, "fold_values": 32}
+    assert found[0].name == "split 1, warps 4, ctas 1, fold_values 32, heads 1"
+    assert found[0].parameters == {"split": 1, "warps": 4, "ctas": 1, "fold_values": 32, "heads": 1}
 
 
 @pytest.mark.parametrize(
