@@ -28,7 +28,8 @@ class CopyTensors:
 @dataclass(frozen=True)
 class PoolTensors:
     """checkpoint [slots, HV, V, K]; value [slots, HV, R, V]; key [slots, HK, R, K]; decay [slots, HV, R] or [.., K];
-    of the read copy what `CopyTensors` says, None where steps read the checkpoint."""
+    of the read copy what `CopyTensors` says, None where steps read the checkpoint; seed [slots] int64 of stochastic
+    rounding, else None."""
 
     checkpoint: cute.Tensor
     value: cute.Tensor
@@ -37,6 +38,7 @@ class PoolTensors:
     read_codes: cute.Tensor | None = None
     read_scale: cute.Tensor | None = None
     read_tile_scale: cute.Tensor | None = None
+    seed: cute.Tensor | None = None
 
     @property
     def copy(self) -> CopyTensors:
@@ -46,10 +48,11 @@ class PoolTensors:
 
 @dataclass(frozen=True)
 class CursorTensors:
-    """ring_start, num_committed [slots] int32."""
+    """ring_start, num_committed, fold_count [slots] int32; fold_count None where states are rounded to nearest."""
 
     ring_start: cute.Tensor
     num_committed: cute.Tensor
+    fold_count: cute.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -143,6 +146,11 @@ class StepTensors:
     inputs: InputTensors
     parameters: ParameterTensors
     out: cute.Tensor
+
+
+def fake_cursors(slots: Any, counts_folds: bool) -> CursorTensors:
+    """Cursors to compile for."""
+    return CursorTensors(*(fake_vector("int32", slots) for _ in range(2 + counts_folds)))
 
 
 def fake_vector(dtype: str, extent: Any) -> Any:

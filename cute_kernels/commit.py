@@ -11,11 +11,11 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 from cutlass.cute.runtime import make_fake_stream
 
-from cute_kernels.args import CursorTensors, RowTensors, fake_vector
+from cute_kernels.args import CursorTensors, RowTensors, fake_cursors, fake_vector
 from cute_kernels.compile import compiled
 from cute_kernels.primitives.arithmetic import at_most, select
 from cute_kernels.primitives.memory import load_words, store_words
-from cute_kernels.replay.cursor import RowCursor, is_padding, load_force, load_slot, load_span
+from cute_kernels.replay.cursor import RowCursor, count_fold, is_padding, load_force, load_slot, load_span
 
 THREADS = 128
 
@@ -24,7 +24,7 @@ THREADS = 128
 class CommitKey:
     """Everything that one compiled commit kernel depends on, beside the architecture.
 
-    With `cu_seqlens` the key's `num_draft` is the most tokens that a row has.
+    With `cu_seqlens` the key's `num_draft` is the most tokens that a row has. Folds count for stochastic rounding.
     """
 
     window: int
@@ -33,6 +33,7 @@ class CommitKey:
     has_force_fold: bool = False
     has_num_accepted: bool = False
     has_cu_seqlens: bool = False
+    counts_folds: bool = False
 
 
 @cute.kernel
@@ -64,6 +65,8 @@ def commit_kernel(
             left = select(cursor.folds, Int32(0), cursor.count)
             store_words(cursors.ring_start.iterator.toint() + offset, [start])
             store_words(cursors.num_committed.iterator.toint() + offset, [left + accepted])
+            if cutlass.const_expr(key.counts_folds):
+                count_fold(cursors, slot, slot, cursor.folds)
 
 
 @cute.jit
@@ -86,7 +89,7 @@ def fake_arguments(key: CommitKey) -> tuple[Any, ...]:
     """Fake tensors of the shapes and dtypes that a commit kernel admits."""
 
     batch, slots = cute.sym_int64(), cute.sym_int64()
-    cursors = CursorTensors(fake_vector("int32", slots), fake_vector("int32", slots))
+    cursors = fake_cursors(slots, key.counts_folds)
     rows = RowTensors(
         cache_indices=fake_vector(key.index_dtype, batch),
         force_fold=fake_vector("uint8", batch) if key.has_force_fold else None,

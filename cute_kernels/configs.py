@@ -104,6 +104,7 @@ class StepKey:
     `ring_layout` is "record_major" or "head_major" where the axes within a slot are packed in that order, else
     "strided". `value_dtype`, the activations' when None, and `decay_dtype` are those of the rings, `read_dtype` that of
     the copy that the step reads, None for the checkpoint. With `cu_seqlens` rows may have fewer than `num_tokens`.
+    `rounding` is that of folded states, "nearest" or, to 16 bits, "stochastic".
     """
 
     num_v_heads: int
@@ -122,6 +123,12 @@ class StepKey:
     decay_dtype: str = "float32"
     num_tokens: int = 1
     read_dtype: str | None = None
+    rounding: str = "nearest"
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether a fold draws random words, by the slot's seed and number of folds."""
+        return self.rounding == "stochastic"
 
     @property
     def drafts(self) -> bool:

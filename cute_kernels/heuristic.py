@@ -20,6 +20,7 @@ LARGEST_TILE_BYTES, LARGEST_CHANNEL_TILE_BYTES = 40 * 1024, 64 * 1024
 MULTIPROCESSOR_SMEM_BYTES, RESERVED_SMEM_BYTES = 228 * 1024, 1024  # of sm_90 to sm_103; the latter of each CTA
 MULTIPROCESSOR_THREADS, MULTIPROCESSOR_CTAS = 2048, 32
 MULTIPROCESSOR_REGISTERS, HELD_REGISTERS = 65536, 128  # the latter of a thread
+DRAWING_REGISTERS = 64  # likewise, of a step that rounds stochastically
 MOST_LARGE_CTAS = 2
 ENOUGH_CTAS = 900  # about 7 on each of an H200's multiprocessors
 
@@ -86,6 +87,9 @@ def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
     token with decays by channel on tiles so large that they are few (311 -> 280 us), and several tokens with an NVFP4
     copy (Super: 93 -> 89).
 
+    Stochastic rounding takes a 16-bit step of Mamba-2 from 62 to 66 registers, which leave room for a CTA fewer. Told
+    to leave room for 8, the compiler keeps to 64, without spills (sm_90a, compiled 2026-11-30, not timed).
+
     A float32 checkpoint leaves registers to fold 32 values at a time. With two probes shared memory limits the CTAs
     before registers do, and a 16-bit one folds as many (GDN at batch 256: 403 -> 353 us, non-flush 135.6 and 135.5).
     """
@@ -109,6 +113,8 @@ def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
         if key.drafts:
             held = nvfp4 and key.probes == 1 and key.num_tokens > 1
             ctas = min(room(candidate), MULTIPROCESSOR_REGISTERS // (tile.threads * HELD_REGISTERS)) if held else 1
+        elif key.stochastic and key.probes == 1:
+            ctas = min(room(candidate), MULTIPROCESSOR_REGISTERS // (tile.threads * DRAWING_REGISTERS))
         else:
             ctas = room(candidate) if channels and room(candidate) <= MOST_LARGE_CTAS else 1
         return replace(candidate.config, ctas=ctas)

@@ -22,19 +22,20 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from cute_kernels.args import CursorTensors, MoveTensors, PoolTensors, fake_vector
+from cute_kernels.args import CursorTensors, MoveTensors, PoolTensors, fake_cursors, fake_vector
 from cute_kernels.compile import compiled
 from cute_kernels.configs import SIZE_BYTES, StepKey, Tile
 from cute_kernels.dtypes import CUTLASS_DTYPE
 from cute_kernels.primitives.bulk import bulk_init, bulk_load, bulk_wait
-from cute_kernels.primitives.memory import EVICT_NORMAL, load_pair, load_shared, load_words, store_words
+from cute_kernels.primitives.memory import EVICT_NORMAL, load_pair, load_shared, load_words, store_words, store_words_if
 from cute_kernels.records import LaneDecays, LaneRecords, TileMemory, fold_records, policy_of
 from cute_kernels.replay.channels import ChannelRecords, own_channels
 from cute_kernels.replay.cursor import RowCursor, load_slot
 from cute_kernels.replay.window import Place, address
 
 # int64 words of a layer in the table. Each tensor has its byte address and strides in elements: checkpoint and its
-# stride by slot, A and a 0; then of value, key and decay the ring, and its strides by slot, head and record.
+# stride by slot, A, and seed or a 0, which are packed; then of value, key and decay the ring, and its strides by slot,
+# head and record.
 TABLE_COLUMNS = 16
 
 
@@ -69,6 +70,7 @@ def layer_tensors(table: cute.Tensor, layer: Any, key: StepKey) -> tuple[PoolTen
         value=tensor(key.record_dtype, *words[4:8], 1),
         key=tensor(key.activation_dtype, *words[8:12], 1),
         decay=tensor(key.decay_dtype, *words[12:16], *channel),
+        seed=tensor("int64", words[3], 1) if key.stochastic else None,
     )
     return pool, tensor("float32", words[2], 1)
 
@@ -85,6 +87,12 @@ def load_decays(
     else:
         records = LaneRecords.load(pool, key, place, cursor)
     return LaneDecays.of(policy, policy.load_rate(rate, place.head), records, place.lane, key.window)
+
+
+def copy_seed(pool: PoolTensors, source: Any, destination: Any, head: Any, place: Any) -> None:
+    """Give a destination the seed of its source, by one thread of its first head."""
+    first = Int32(head == 0) * Int32(place == 0)
+    store_words_if(first, address(pool.seed, 8, destination), load_words(address(pool.seed, 8, source), 2))
 
 
 @cute.jit
@@ -128,8 +136,10 @@ def materialize_kernel(table: cute.Tensor, cursors: CursorTensors, rows: MoveTen
             decays = load_decays(pool, rate, layer, place, cursor, shared)
             if cutlass.const_expr(tile.channels):
                 cute.arch.barrier()
+            if cutlass.const_expr(layer.stochastic and key.has_destination):
+                copy_seed(pool, source, destination, head, thread + place.first_row)
             if cursor.folds:
-                fold_records(pool, layer, place, cursor, decays, shared, to)
+                fold_records(pool, cursors, layer, place, cursor, decays, shared, to)
             else:
                 bulk_wait(shared.arrival)
                 store_tile(thread, shared.state, to, tile)
@@ -157,7 +167,7 @@ def fake_arguments(key: MaterializeKey) -> tuple[Any, ...]:
         destination=fake_vector(index, batch) if key.has_destination else None,
         num_records=fake_vector("int32", batch) if key.has_num_records else None,
     )
-    cursors = CursorTensors(fake_vector("int32", slots), fake_vector("int32", slots))
+    cursors = fake_cursors(slots, key.layer.stochastic)
     return table, cursors, rows, key, make_fake_stream(use_tvm_ffi_env_stream=True)
 
 

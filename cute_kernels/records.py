@@ -10,7 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
-from cute_kernels.args import PoolTensors, StepTensors
+from cute_kernels.args import CursorTensors, PoolTensors, StepTensors
 from cute_kernels.configs import LANES_PER_RECORD, SIZE_BYTES, WARP, GdnOptions, KdaOptions, StepKey, Tile
 from cute_kernels.primitives.arithmetic import select
 from cute_kernels.primitives.bulk import bulk_wait
@@ -26,6 +26,7 @@ from cute_kernels.replay.cursor import RowCursor
 from cute_kernels.replay.decay import decay_to_end
 from cute_kernels.replay.delta import columns
 from cute_kernels.replay.fold import FoldStage, FoldStatics, fold_tile, stage_record
+from cute_kernels.replay.noise import Noise
 from cute_kernels.replay.readout import ROW_LANES, OutputRows
 from cute_kernels.replay.window import LoadedRecord, Place, address, copy_row, load_key, load_scalar_if, load_values
 
@@ -330,7 +331,14 @@ def stage_channels(tensors: StepTensors, key: StepKey, place: Place, loads: RowL
 
 
 def fold_records(
-    pool: PoolTensors, key: StepKey, place: Place, cursor: RowCursor, decays: LaneDecays, shared: TileMemory, to: Any
+    pool: PoolTensors,
+    cursors: CursorTensors,
+    key: StepKey,
+    place: Place,
+    cursor: RowCursor,
+    decays: LaneDecays,
+    shared: TileMemory,
+    to: Any,
 ) -> None:
     """Fold the cursor's records into the tile in shared memory, or where that holds a copy into the checkpoint itself,
     and write it to the checkpoint at address `to`.
@@ -346,6 +354,7 @@ def fold_records(
         staged=key.read_dtype is None,
     )
     stage = FoldStage.of(tile, shared.state, shared.staging, place.thread)
+    noise = Noise.load(pool.seed, cursors, cursor.slot, place)
     lane8 = place.lane % LANES_PER_RECORD
     for first in range(0, key.window, tile.records_per_pass):
         index = first + place.thread // LANES_PER_RECORD
@@ -364,4 +373,4 @@ def fold_records(
     if tile.channels:
         columns_of = fold_factors(tile, shared.staging, tile.padded_window, stage.column_lane)
     no_probes = columns([[Float32(0.0)]])
-    fold_tile(stage, statics, shared.state, to, cursor.count, columns([columns_of]), no_probes)
+    fold_tile(stage, statics, shared.state, to, cursor.count, columns([columns_of]), no_probes, noise)

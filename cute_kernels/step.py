@@ -36,6 +36,8 @@ from cute_kernels.args import (
     PoolTensors,
     RowTensors,
     StepTensors,
+    fake_cursors,
+    fake_vector,
 )
 from cute_kernels.compile import compiled
 from cute_kernels.configs import LANES_PER_RECORD, SIZE_BYTES, GdnOptions, KdaOptions, StepConfig, StepKey, Tile
@@ -68,6 +70,7 @@ from cute_kernels.replay.channels import decayed, fold_factors, scaled_key
 from cute_kernels.replay.cursor import RowCursor, is_padding, load_force, load_slot
 from cute_kernels.replay.delta import columns, correction, dot, store_key
 from cute_kernels.replay.fold import FoldStage, FoldStatics, fold_tile, product_at, stage_record
+from cute_kernels.replay.noise import Noise
 from cute_kernels.replay.quant import CopyShape
 from cute_kernels.replay.readout import ROW_LANES, add_weighted, read_tile, score, store_partial_sums
 from cute_kernels.replay.window import (
@@ -168,6 +171,7 @@ def fold_row(tensors: StepTensors, key: StepKey, place: Place, loads: RowLoads, 
     key_dtype = "float32" if channels else key.activation_dtype
     statics = FoldStatics(tile, key.checkpoint_dtype, key_dtype, key.record_dtype)
     stage = FoldStage.of(tile, shared.state, shared.staging, place.thread)
+    noise = Noise.load(tensors.pool.seed, tensors.cursors, loads.cursor.slot, place)
     for record, index, weight in window.passes(tensors, key, place, loads):
         if channels:
             keys = scaled_key(tile, record.key, key.activation_dtype, shared.staging, index, place)
@@ -179,7 +183,7 @@ def fold_row(tensors: StepTensors, key: StepKey, place: Place, loads: RowLoads, 
     slot, head = loads.cursor.slot, place.head
     checkpoint = address(tensors.pool.checkpoint, SIZE_BYTES[key.checkpoint_dtype], slot, head, place.first_row)
     decays = fold_factors(tile, shared.staging, tile.padded_window, stage.column_lane) if channels else [window.decay]
-    fold_tile(stage, statics, shared.state, checkpoint, loads.cursor.count, columns([decays]), probes)
+    fold_tile(stage, statics, shared.state, checkpoint, loads.cursor.count, columns([decays]), probes, noise)
     if policy.value_needs_state:
         if not channels:
             append_folded_decay(tensors.pool, place, loads.cursor, gate)
@@ -382,9 +386,9 @@ def fake_arguments(key: StepKey) -> tuple[Any, ...]:
         value=ring(CUTLASS_DTYPE[key.record_dtype], hv, (v,), 16),
         key=ring(activation, hk, (k,), 16),
         decay=ring(CUTLASS_DTYPE[key.decay_dtype], hv, *(((k,), 16) if channels else ((), 4))),
+        seed=fake_vector("int64", slots) if key.stochastic else None,
         **({} if key.read_dtype is None else _fake_copy(slots, key)),
     )
-    cursors = CursorTensors(tensor(int32, (slots,), (1,), 4), tensor(int32, (slots,), (1,), 4))
     rows = RowTensors(
         cache_indices=tensor(index, (batch,), (1,), index.width // 8),
         force_fold=tensor(CUTLASS_DTYPE["uint8"], (batch,), (1,), 1) if key.rows.has_force_fold else None,
@@ -407,7 +411,8 @@ def fake_arguments(key: StepKey) -> tuple[Any, ...]:
         inputs = Mamba2Tensors(x=values(), dt=scalars(options.dt_dtype), B=keys(), C=keys(), z=z)
         parameters = Mamba2Parameters(vector("float32"), vector(options.D_dtype), vector(options.dt_bias_dtype))
     out = rows_of(activation, (hv, v), 16)
-    return pool, cursors, rows, inputs, parameters, out, Int32(-1), key, make_fake_stream(use_tvm_ffi_env_stream=True)
+    cursors, stream = fake_cursors(slots, key.stochastic), make_fake_stream(use_tvm_ffi_env_stream=True)
+    return pool, cursors, rows, inputs, parameters, out, Int32(-1), key, stream
 
 
 def kernel(key: StepKey, arch: str) -> Callable[..., None]:

@@ -361,7 +361,7 @@ def fold_head(cta: Cta, cursor: RowCursor, decays: LaneDecays | None, tiles: Any
     cute.arch.barrier()
     to = address(pool.checkpoint, size, cursor.slot, place.head, place.first_row)
     memory = replace(cta.memory, staging=tiles) if cta.shape.folds_over_tiles else cta.memory
-    fold_records(pool, key, place, cursor, decays, memory, to)
+    fold_records(pool, cta.tensors.cursors, key, place, cursor, decays, memory, to)
     if key.read_dtype is not None:
         cute.arch.barrier()  # a warp encodes rows that others have folded
         write_copy(cta, cursor)

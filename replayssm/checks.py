@@ -262,9 +262,6 @@ def check_model(
             [HV] float32 tensor a Mamba-2 pool.
     """
     pools = check_pools(cursors, pools)
-    if cursors.device.type == "cuda":
-        for pool in pools:
-            pool.replay.check_cuda()
     seen: dict[int, int] = {}
     if not pools:
         raise ValueError("pools: expected every pool of the model, got none; their records would be lost")

@@ -56,6 +56,11 @@ class Cursors:
         )
 
     @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """All cursors, in the order of the kernels; None for one that slots have not."""
+        return self.ring_start, self.num_committed, self.fold_count
+
+    @property
     def num_slots(self) -> int:
         return self.ring_start.shape[0]
 

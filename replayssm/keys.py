@@ -69,4 +69,5 @@ def step_key(
         decay_dtype=dtype_name(replay.decay_dtype),
         num_tokens=num_tokens,
         read_dtype=dtype_name(replay.read_dtype) if replay.read_dtype and num_tokens else None,
+        rounding=replay.rounding,
     )

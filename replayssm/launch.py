@@ -45,9 +45,7 @@ def cuda_commit(
         debug.check_committed(cursors, cache_indices, num_draft, cu_seqlens, num_accepted, pad_slot_id)
     rows = (cache_indices, None if force_fold is None else force_fold.view(torch.uint8), cu_seqlens)
     try:
-        kernel(
-            (cursors.ring_start, cursors.num_committed), rows, num_accepted, cursors.replay.ring_capacity, pad_slot_id
-        )
+        kernel(cursors.tensors, rows, num_accepted, cursors.replay.ring_capacity, pad_slot_id)
     except (TypeError, ValueError):
         checks.check_commit(cursors, cache_indices, num_draft, cu_seqlens, num_accepted, force_fold)
         raise
@@ -227,8 +225,8 @@ def _make_launch(
         cursors,
         parameters,
         _addresses(parameters),
-        convert((*pool.tensors[:4], *pool.read_parts)),
-        convert((cursors.ring_start, cursors.num_committed)),
+        convert((*pool.tensors[:4], *pool.read_parts, pool.seed)),
+        convert(cursors.tensors),
         convert(parameters),
     )
 
@@ -269,7 +267,6 @@ def _commit_kernel(
     num_accepted: Tensor | None,
     force_fold: Tensor | None,
 ) -> Callable[..., None]:
-    cursors.replay.check_cuda()
     module = kernel_modules().commit
     key = module.CommitKey(
         window=cursors.replay.window,
@@ -278,6 +275,7 @@ def _commit_kernel(
         has_force_fold=force_fold is not None,
         has_num_accepted=num_accepted is not None,
         has_cu_seqlens=cu_seqlens is not None,
+        counts_folds=cursors.fold_count is not None,
     )
     return module.kernel(key, arch_of(cursors.device))
 

@@ -39,14 +39,15 @@ class ModelLaunch:
     empty: Callable[..., None]
 
     def __call__(self, cursors: Cursors, rows: Rows, pools: tuple[Pool, ...]) -> None:
-        tensors = (cursors.ring_start, cursors.num_committed)
+        tensors = cursors.tensors
         for kernel, table in self.layers:
             kernel(table, tensors, rows)
-        source, destination, _ = rows
+        source, destination, num_records = rows
         for copy, pool in zip(self.copies, pools, strict=True):
             if copy is not None:
                 copy(pool.checkpoint, pool.read_parts, (source, destination, None))
-        self.empty(tensors, (source, destination, None), cursors.replay.window, cursors.replay.ring_capacity)
+        num_records = None if cursors.fold_count is None else num_records
+        self.empty(tensors, (source, destination, num_records), cursors.replay.window, cursors.replay.ring_capacity)
 
 
 def cuda_materialize(
@@ -114,7 +115,8 @@ def copy_kernel(
 def table_row(pool: Pool, rate: Tensor | None) -> Row:
     """What the kernel must know of a layer's memory: see `cute_kernels.materialize.TABLE_COLUMNS`."""
     checkpoint, *rings = pool.tensors[:4]
-    words = [checkpoint.data_ptr(), checkpoint.stride(0), 0 if rate is None else rate.data_ptr(), 0]
+    words = [checkpoint.data_ptr(), checkpoint.stride(0)]
+    words += [0 if tensor is None else tensor.data_ptr() for tensor in (rate, pool.seed)]
     for ring in rings:
         words += [ring.data_ptr(), *ring.stride()[:3]]
     return tuple(words)
@@ -142,7 +144,10 @@ def _make_launch(
         copy_kernel(layer, replay, arch, index_dtype, has_destination) if replay.read_dtype is not None else None
         for layer, replay, _ in layers
     ]
-    key = modules.empty.EmptyKey(dtype_name(index_dtype), has_destination)
+    counts_folds = cursors.fold_count is not None
+    key = modules.empty.EmptyKey(
+        dtype_name(index_dtype), has_destination, has_num_records and counts_folds, counts_folds
+    )
     return ModelLaunch(made, copies, modules.empty.kernel(key, arch))
 
 

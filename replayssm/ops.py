@@ -299,7 +299,7 @@ def warmup(
         make = functools.partial(modules.step.fake_arguments, plan.key)
         ensure_on_disk(modules.step.step_launch, make, plan.key, arch)
     for index_dtype in index_dtypes:
-        key = modules.commit.CommitKey(replay.window, 1, index_dtype)
+        key = modules.commit.CommitKey(replay.window, 1, index_dtype, counts_folds=replay.rounding == "stochastic")
         make = functools.partial(modules.commit.fake_arguments, key)
         ensure_on_disk(modules.commit.commit_launch, make, key, arch)
     return sorted(plans, key=repr)

@@ -83,7 +83,6 @@ def _planned(
 ) -> Plan:
     if not isinstance(options, OPTIONS[layer.recurrence]):
         raise TypeError(f"options: expected {OPTIONS[layer.recurrence].__name__}, got {type(options).__name__}")
-    replay.check_cuda()
     key = step_key(layer, replay, options, num_tokens=num_tokens, rows=rows, ring_layout=ring_layout, config=config)
     source: tuned.Source = "explicit"
     if config is None:

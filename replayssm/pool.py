@@ -51,7 +51,8 @@ class Pool:
 
     Raises:
         TypeError, ValueError: a tensor has another shape, dtype, device or layout than the table says. A slot of
-            `checkpoint` and the last axis of each ring must be packed; rows must start on 16-byte boundaries.
+            `checkpoint`, the last axis of each ring and the seeds must be packed; rows must start on 16-byte
+            boundaries.
     """
 
     layer: LayerSpec
@@ -75,7 +76,9 @@ class Pool:
         for name, (shape, dtype) in shapes.items():
             tensor = getattr(self, name)
             packed_from = 1 if name == "checkpoint" or name in READ_PARTS else len(shape)
-            if (name == "decay" and not self.layer.decays_per_channel) or name == "seed":
+            if name == "seed":
+                check_tensor(name, tensor, (slots,), (dtype,), device, contiguous_from=0)
+            elif name == "decay" and not self.layer.decays_per_channel:
                 check_tensor(name, tensor, (slots, *shape), (dtype,), device)
             else:
                 check_tensor(name, tensor, (slots, *shape), (dtype,), device, contiguous_from=packed_from)

@@ -165,13 +165,6 @@ class ReplaySpec:
         """How the read copy stores a state, or None."""
         return None if self.read_dtype is None else READ_FORMATS[self.read_dtype]
 
-    def check_cuda(self) -> None:
-        """Refuse precisions that no CUDA kernel has, by name, with NotImplementedError."""
-        if self.rounding != "nearest":
-            raise NotImplementedError(
-                f"rounding: CUDA kernels exist for 'nearest' so far, got {self.rounding!r}; move the tensors to the CPU"
-            )
-
     def _check_precisions(self) -> None:
         bits = self.checkpoint_dtype.itemsize * 8
         if self.rounding == "stochastic" and bits == 32:

@@ -217,6 +217,7 @@ OTHER: dict[str, Any] = {
     "ring_layout": "head_major", "checkpoint_dtype": "bfloat16", "activation_dtype": "float16",
     "value_dtype": "float32", "decay_dtype": "bfloat16", "config.split": 4, "config.warps": 8, "config.ctas": 2,
     "config.fold_values": 8, "config.precision": "bf16", "config.heads": 2, "num_tokens": 4, "read_dtype": "nvfp4",
+    "rounding": "stochastic",
     "rows.index_dtype": "int64", "rows.has_force_fold": True, "rows.pdl": True, "rows.has_cu_seqlens": True,
 }  # fmt: skip
 OTHER_OPTIONS: dict[Recurrence, dict[str, Any]] = {

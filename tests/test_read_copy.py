@@ -4,8 +4,8 @@ What a step must give is the twin without copies: outputs and records of one tha
 does not fold, checkpoints of one that starts from the checkpoints. All compute in float32, so they agree bit for bit;
 "nearest" rounds the twin's fold, "stochastic" is `storage.round_state` of it. A copy must always be the encoding of its
 checkpoint. Every precision that a spec can name is tried: it decodes, or it is refused by name. Each comparison has a
-case that must fail. On CUDA the kernels do the same; stochastic rounding has none yet and is refused before anything is
-written.
+case that must fail. On CUDA the kernels do the same; what they round stochastically is what they fold into a float32
+checkpoint, as torch sums in another order.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ from torch import Tensor
 
 import replayssm
 from replayssm import Cursors, LayerSpec, Pool, ReplaySpec, bytes_per_slot, make_cursors, make_pool, plan_step
-from replayssm.launch import _commit_kernel
 from replayssm.model_launch import plan_fold
 from replayssm.pool import READ_PARTS
 from replayssm.reference import quant, replay, storage
 from replayssm.spec import READ_FORMATS, RECURRENCES, Recurrence
 from tests.helpers.cases import Case
-from tests.helpers.draw import hard_states, make_inputs, part, random_pool
-from tests.helpers.oracle import busy_scene, mistakes, ragged
+from tests.helpers.draw import hard_states, make_inputs, random_pool
+from tests.helpers.oracle import busy_scene, drawn_cursors, mistakes, ragged, unrounded
 from tests.helpers.tolerance import same_bytes
 
 F32, F16, BF16, FP8, INT8 = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int8
@@ -381,17 +380,6 @@ def test_a_pool_has_just_the_parts_of_its_spec() -> None:
 # CUDA.
 
 
-@pytest.mark.parametrize("read", [None, "nvfp4"])
-def test_plans_refuse_stochastic_rounding(read: Any) -> None:
-    from cute_kernels.configs import Mamba2Options
-
-    spec = ReplaySpec(checkpoint_dtype=F16, read_dtype=read, rounding="stochastic")
-    with pytest.raises(NotImplementedError, match="rounding: CUDA kernels exist for 'nearest' so far, got"):
-        plan_step(LayerSpec("mamba2", 8, 1, 64, 128), spec, Mamba2Options(), arch="sm_90a", batch=4)
-    with pytest.raises(NotImplementedError, match="rounding: CUDA kernels"):
-        _commit_kernel(make_cursors(spec, 2), 1, torch.zeros(2, dtype=torch.int32), None, None, None)
-
-
 @pytest.mark.parametrize("read", READ_FORMATS, ids=str)
 def test_a_plan_reads_the_copy_and_folds_the_checkpoint(read: Any) -> None:
     """One token too goes to the kernel of several, whose tile in shared memory is that of the codes; not so `flush`."""
@@ -406,26 +394,59 @@ def test_a_plan_reads_the_copy_and_folds_the_checkpoint(read: Any) -> None:
 
 @pytest.mark.gpu
 @each_kind
-@pytest.mark.parametrize("read", [None, "nvfp4"])
-def test_cuda_tensors_are_refused_before_anything_is_written(kind: Recurrence, read: Any) -> None:
-    cpu = work_of(kind, F16, read, "stochastic")
-    pool = replace(cpu.pool, **{n: getattr(cpu.pool, n).cuda() for n in names_of(cpu.pool)})
-    cursors = Cursors(cpu.cursors.replay, *(getattr(cpu.cursors, n).cuda() for n in cpu.cursors.names))
-    work = Work(cpu.case, pool, cursors, None if cpu.A is None else cpu.A.cuda())
-    before, slots = work.clone(), torch.tensor([1, 3], device="cuda")
-    inputs = cpu.inputs(2, 0)
-    inputs = inputs._replace(**{n: t.cuda() for n, t in inputs._asdict().items() if isinstance(t, Tensor)})
-    assert part(inputs, "value").is_cuda
-    calls = [
-        lambda: replayssm.step(pool, cursors, inputs, cache_indices=slots),
-        lambda: replayssm.flush(cursors, slots, pools=[pool], A=work.rates),
-        lambda: replayssm.materialize(cursors, slots[:1], slots[1:], None, pools=[pool], A=work.rates),
-        lambda: replayssm.commit(cursors, cache_indices=slots),
-    ]
-    for call in calls:
-        with pytest.raises(NotImplementedError, match="CUDA kernels exist for"):
-            call()
-    assert not work.differs(before)
+@pytest.mark.parametrize("checkpoint", [F16, BF16], ids=str)
+@pytest.mark.parametrize(("read", "tokens", "rows", "channels"), [
+    (None, 1, 64, 128), (None, 4, 128, 64), (None, 1, 80, 256), ("nvfp4", 1, 128, 128), (INT8, 9, 64, 64)])  # fmt: skip
+def test_cuda_folds_draw_the_bits_of_the_reference(
+    kind: Recurrence, checkpoint: torch.dtype, read: Any, tokens: int, rows: int, channels: int
+) -> None:
+    """Several steps with their commits: what a step folds, with seeds and numbers of folds that move along."""
+    case = Case(kind, 4, 2, rows, channels, window=16, T=tokens, checkpoint=checkpoint)
+    scene = replace(busy_scene(case, read_dtype=read), rounding="stochastic")
+    work, again = scene.on("cuda"), scene.on("cuda")
+    for _ in range(3):
+        exact, folding = unrounded(work), work.slots[work.fold_counts() > 0]
+        seed, folds = work.pool.seed, work.cursors.fold_count
+        assert seed is not None and folds is not None
+        others = torch.tensor([i for i in range(work.pool.num_slots) if i not in folding.tolist()], device="cuda")
+        before, counts = work.pool.checkpoint[others], folds.clone()
+        outs = [one.step() for one in (work, exact, again)]
+        state = exact.pool.checkpoint[folding]
+        want = storage.round_state(state, checkpoint, seed[folding], folds[folding])
+        assert same_bytes(work.pool.checkpoint[folding], want)
+        assert not len(folding) or not same_bytes(want, state.to(checkpoint))  # teeth
+        assert same_bytes(work.pool.checkpoint[others], before)
+        for one in (work, again):
+            one.commit()
+        assert same_bytes(outs[0], outs[2]) and same_bytes(again.pool.checkpoint, work.pool.checkpoint)
+        counts[folding] += 1
+        assert torch.equal(folds, counts)
+        if read is not None:
+            parts = quant.encode(work.pool.checkpoint[folding].float(), read)
+            assert all(same_bytes(p, getattr(work.pool, f"read_{n}")[folding]) for n, p in parts.items())
+
+
+@pytest.mark.gpu
+@each_kind
+def test_cuda_verbs_move_seeds_and_folds(kind: Recurrence) -> None:
+    """A state that is materialised, and one that is copied and flushed, are one state with one seed and number."""
+    case = Case(kind, 4, 2, 64, 64, window=WINDOW, activation=F32, checkpoint=F16)
+    spec = replace(case.replay, rounding="stochastic")
+    start, count = torch.zeros(SLOTS, dtype=torch.int32), torch.tensor([0, 5, 2, 3, 4, 1, 5, 2], dtype=torch.int32)
+    generator = torch.Generator().manual_seed(1)
+    cpu = random_pool(case.layer, spec, start, count, generator, "record_major")
+    pool = replace(cpu, **{n: getattr(cpu, n).cuda() for n in names_of(cpu)})
+    cursors = drawn_cursors([pool], start.cuda(), count.cuda(), generator)
+    A = -torch.logspace(-1.5, 0.6, 4, device="cuda") if kind == "mamba2" else None
+    by_verb = Work(case, pool, cursors, A)
+    by_copy = by_verb.clone()
+    source, destination = (torch.tensor(slots, device="cuda") for slots in ([1, 4, 0], [7, 2, 5]))
+    replayssm.copy_slots(by_copy.cursors, source, destination, pools=[by_copy.pool])
+    replayssm.flush(by_copy.cursors, destination, pools=[by_copy.pool], A=by_verb.rates)
+    replayssm.materialize(by_verb.cursors, source, destination, None, pools=[by_verb.pool], A=by_verb.rates)
+    assert set(by_verb.differs(by_copy, destination)) <= {*RINGS, "ring_start"}
+    assert by_verb.pool.seed is not None and cpu.seed is not None
+    assert by_verb.pool.seed[destination].tolist() == by_verb.pool.seed[source].tolist()
 
 
 @pytest.mark.gpu

@@ -77,6 +77,16 @@ def short_reciprocal(x: Any) -> Float32:
     return rounded("fma.rn.f32", rest, first, first)
 
 
+def wide_product(x: Any, y: int) -> tuple[Uint32, Uint32]:
+    """The lower and the upper half of the product of two words."""
+    text = (
+        "{.reg .b64 p; .reg .b32 l,h; mul.wide.u32 p, {$r0}, {$r1}; mov.b64 {l,h}, p;"
+        " mov.b32 {$w0}, l; mov.b32 {$w1}, h;}"
+    )
+    low, high = cute.arch.inline_ptx(text, write_only_types=[Uint32] * 2, read_only_args=[x, Uint32(y)])
+    return low, high
+
+
 def larger_magnitude(x: Any, y: Any) -> Float32:
     """max(|x|, |y|), not a number where either is none."""
     text = "{.reg .f32 a,b; abs.f32 a, {$r0}; abs.f32 b, {$r1}; max.NaN.f32 {$w0}, a, b;}"

@@ -36,6 +36,31 @@ def pack(values: list[Any], dtype: str) -> list[Uint32]:
     ]
 
 
+def pack_stochastic(values: list[Any], dtype: str, random: list[Any]) -> list[Uint32]:
+    """Packed words of the values, rounded up with the probability of what they lack, by a random word for two.
+
+    The bits of a word are those that `cvt.rs` takes: 16 for each of two bfloat16, 13 from bit 0 and 13 from bit 16 for
+    two float16. Added below what is kept, they carry into it. In float16 a product first brings exponents down to those
+    of float32's subnormals, where float16's end too. Beyond the largest lies infinity, which stays itself, and so does
+    the NaN of arithmetic, 0x7FFFFFFF, as to that a sum that wraps is the smaller.
+    """
+    draw = "shr.u32 b, r, 16; and.b32 a, r, 0xFFFF; add.s32 a, a, x; add.s32 b, b, y; max.s32 a, a, x; max.s32 b, b, y;"
+    if dtype == "bfloat16":
+        text = (
+            "{.reg .b32 a,b,x,y,r; mov.b32 x, {$r0}; mov.b32 y, {$r1}; mov.b32 r, {$r2}; %s"
+            " prmt.b32 {$w0}, a, b, 0x7632;}"
+        )
+    else:
+        text = (
+            "{.reg .b32 a,b,x,y,r; .reg .f32 f,g; mul.rz.f32 f, {$r0}, 0f07800000; mul.rz.f32 g, {$r1}, 0f07800000;"
+            " mov.b32 x, f; mov.b32 y, g; and.b32 r, {$r2}, 0x1FFF1FFF; %s and.b32 a, a, 0xFFFFE000;"
+            " and.b32 b, b, 0xFFFFE000; mov.b32 f, a; mov.b32 g, b; mul.rn.f32 f, f, 0f77800000;"
+            " mul.rn.f32 g, g, 0f77800000; cvt.rn.f16x2.f32 {$w0}, g, f;}"
+        )
+    pairs = zip(values[::2], values[1::2], random, strict=True)
+    return [ptx(text % draw, write_only_types=[Uint32], read_only_args=[*pair]) for pair in pairs]
+
+
 def pack_e4m3(values: list[Any]) -> list[Uint32]:
     """Packed words of e4m3 codes, four each, rounded to nearest even and saturated."""
     text = (

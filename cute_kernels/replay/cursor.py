@@ -11,7 +11,7 @@ from cutlass import Boolean, Int32, Int64
 
 from cute_kernels.args import CursorTensors, RowTensors
 from cute_kernels.primitives.arithmetic import at_most, select
-from cute_kernels.primitives.memory import load_byte, load_words
+from cute_kernels.primitives.memory import load_byte, load_words, store_words
 
 
 def load_slot(slots: cute.Tensor, row: Any, index_dtype: str) -> Int32:
@@ -76,6 +76,14 @@ def load_cursor(cursors: CursorTensors, slot: Any, capacity: Any, window: Any) -
     offset = Int64(slot) * 4
     start, count = (load_words(t.iterator.toint() + offset, 1)[0] for t in (cursors.ring_start, cursors.num_committed))
     return at_most(Int32(start), Int32(capacity) - 1), at_most(Int32(count), Int32(window))
+
+
+def count_fold(cursors: CursorTensors, source: Any, slot: Any, folds: Boolean) -> None:
+    """Write how often a slot has folded: as often as its source, and once more if that folds now."""
+    counts = cursors.fold_count
+    assert counts is not None
+    (before,) = load_words(counts.iterator.toint() + Int64(source) * 4, 1)
+    store_words(counts.iterator.toint() + Int64(slot) * 4, [Int32(before) + Int32(folds)])
 
 
 def load_span(rows: RowTensors, row: Any, most: int) -> tuple[Any, Any]:

@@ -22,6 +22,7 @@ from cute_kernels.primitives.memory import (
     store_words,
 )
 from cute_kernels.primitives.reduce import transposed_place, transposing_sum
+from cute_kernels.replay.noise import Noise
 from cute_kernels.replay.window import LoadedRecord
 
 
@@ -136,6 +137,7 @@ def fold_tile(
     num_records: Int32,
     decays: cute.Tensor,
     probes: cute.Tensor,
+    noise: Noise | None,
 ):
     """Fold the staged records into the tile and write it to the checkpoint.
 
@@ -146,6 +148,7 @@ def fold_tile(
         num_records: staged records; zeros follow, since the window is staged in whole passes.
         decays: product of the decays of all staged records, one for all columns or one for each of this thread's.
         probes: this thread's columns of each probe, one after the other, in registers.
+        noise: of stochastic rounding, else None. The products are those of the state before it is rounded.
     """
     tile = statics.tile
     unroll = tile.fold_unroll
@@ -181,7 +184,12 @@ def fold_tile(
                 part = [sums[i * columns + c * tile.vector + e] for e in range(tile.vector)]
                 where = checkpoint + Int64(offset)
                 skip = i * tile.fold_rows * row_bytes + c * tile.fold_lanes * 16
-                store_words(where, pack(part, statics.state_dtype), hint=EVICT_LAST, offset=skip)
+                if cutlass.const_expr(noise is None):
+                    words = pack(part, statics.state_dtype)
+                else:
+                    row, vector = first_row + i * tile.fold_rows, c * tile.fold_lanes + stage.column_lane
+                    words = noise.rounded(part, statics.state_dtype, row, vector)
+                store_words(where, words, hint=EVICT_LAST, offset=skip)
                 for e in cutlass.range_constexpr(tile.vector):
                     for p in cutlass.range_constexpr(tile.probes):
                         dot[p] = dot[p] + part[e] * probes[p * columns + c * tile.vector + e]

@@ -51,9 +51,12 @@ class Kernel:
     arches: tuple[str, ...] = tuple(ARCHES)
 
 
-def _step(case: Case, options: Options = LAYER, read: str | None = None, **how: Any) -> Kernel:
+def _step(
+    case: Case, options: Options = LAYER, read: str | None = None, rounding: Any = "nearest", **how: Any
+) -> Kernel:
     def arguments(arch: str) -> tuple[Any, ...]:
-        replay = replace(case.replay, read_dtype=next((r for r in READ_FORMATS if read == dtype_name(r)), None))
+        read_dtype = next((r for r in READ_FORMATS if read == dtype_name(r)), None)
+        replay = replace(case.replay, read_dtype=read_dtype, rounding=rounding)
         plan = plan_step(case.layer, replay, options, arch=arch, batch=64, num_tokens=case.T, **how)
         return step.fake_arguments(plan.key)
 
@@ -71,10 +74,10 @@ def _materialize(case: Case, *how: bool) -> Kernel:
 
 def _kernels() -> dict[str, Kernel]:
     """Steps of released models with each dtype of checkpoint and each head_dim and d_state that they have, a step with
-    everything that is optional, one of d_state 64 and one of full precision; of each delta rule the layer with the most
-    heads with both dtypes of checkpoint in use, and an odd one; of each recurrence a layer that verifies 4, 8 and 16
-    tokens and one that reads copies, a flush and a materialize; both commits, and the cursors behind a flush; read
-    copies in each format, and the largest tile; the probes."""
+    everything that is optional, two that round stochastically, one of d_state 64 and one of full precision; of each
+    delta rule the layer with the most heads with both dtypes of checkpoint in use, and an odd one; of each recurrence a
+    layer that verifies 4, 8 and 16 tokens and one that reads copies, a flush and a materialize; both commits, and the
+    cursors behind a flush; read copies in each format, and the largest tile; the probes."""
     by_id = {case.id: case for case in (*RELEASED, *ODD)}
     steps = [
         "mamba2-HV128-G8-V64-K128-L16-T1-bf16-fp32",
@@ -85,6 +88,8 @@ def _kernels() -> dict[str, Kernel]:
         "mamba2-HV12-G4-V80-K64-L7-T1-bf16-bf16",
     ]
     kernels = {f"step-{name.removeprefix('mamba2-')}": _step(by_id[name]) for name in steps}
+    for name in steps[1:3]:
+        kernels[f"step-{name.removeprefix('mamba2-')}-stochastic"] = _step(by_id[name], rounding="stochastic")
     full = Mamba2Options("float32", "float32", True, "float32", True)
     everything = {"rows": RowOptions("int64", True, True), "ring_layout": "strided"}
     kernels["step-HV7-G7-V64-K128-L3-T1-fp32-fp32-all"] = _step(

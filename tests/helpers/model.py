@@ -15,6 +15,7 @@ from torch import Tensor
 import replayssm
 from cute_kernels.configs import RingLayout
 from replayssm import Cursors, Pool
+from replayssm.pool import record_shapes
 from tests.helpers.cases import Case
 from tests.helpers.draw import make_inputs, random_pool, tensors_of
 from tests.helpers.oracle import F32, F64, copy_cursors, like
@@ -39,7 +40,14 @@ class Model:
 
     def clone(self) -> Model:
         """The same in memory of its own."""
-        pools = [Pool(p.layer, p.replay, *(like(t, t.device) for t in p.tensors)) for p in self.pools]
+        pools = [
+            Pool(
+                p.layer,
+                p.replay,
+                **{name: like(getattr(p, name), p.device) for name in record_shapes(p.layer, p.replay)},
+            )
+            for p in self.pools
+        ]
         return replace(self, cursors=copy_cursors(self.cursors), pools=pools)
 
     def flush(self, slots: Tensor) -> None:
@@ -61,7 +69,8 @@ class Model:
         return torch.cat(outs)
 
     def memory(self) -> list[Tensor]:
-        return [*(t for pool in self.pools for t in pool.tensors), self.cursors.ring_start, self.cursors.num_committed]
+        held = (getattr(self.cursors, name) for name in self.cursors.names)
+        return [*(t for pool in self.pools for t in pool.tensors), *held]
 
     def same_as(self, other: Model) -> bool:
         return all(same_bytes(a, b) for a, b in zip(self.memory(), other.memory(), strict=True))
@@ -101,7 +110,7 @@ def one_by_one(model: Model, layer: int, slots: Tensor, count: Tensor, dtype: to
     state = pool.checkpoint[slots].to(dtype)
     for j in range(pool.replay.window):
         place = (model.cursors.ring_start[slots].long() + j) % pool.replay.ring_capacity
-        value, key, decay = (t[slots, :, place].to(dtype) for t in pool.tensors[1:])
+        value, key, decay = (t[slots, :, place].to(dtype) for t in pool.tensors[1:4])
         if model.A is not None:
             value, decay = decay[..., None] * value, decay * model.A[layer].to(dtype)
         decay = decay if decay.dim() == 3 else decay[..., None]

@@ -22,7 +22,7 @@ from torch import Tensor
 import replayssm
 from cute_kernels.configs import RingLayout
 from replayssm import Cursors, Pool, ReplaySpec
-from replayssm.pool import READ_PARTS
+from replayssm.pool import READ_PARTS, record_shapes
 from replayssm.reference import recurrence, storage
 from replayssm.reference import replay as reference
 from tests.helpers.cases import Case
@@ -67,6 +67,7 @@ class Scene:
         seed: of everything drawn.
         lengths: tokens of each row, 0 to `case.T`, with `cu_seqlens`; None gives every row `case.T` without it.
         read_dtype: of read copies, made of the checkpoints; None for none.
+        rounding: of folded states; slots then have random seeds and numbers of folds.
     """
 
     case: Case
@@ -80,11 +81,13 @@ class Scene:
     seed: int = 0
     lengths: tuple[int, ...] | None = None
     read_dtype: Any = None
+    rounding: Any = "nearest"
 
     @property
     def replay(self) -> ReplaySpec:
         capacity = self.capacity or self.case.window + self.case.T + 1
-        return replace(self.case.replay, ring_capacity=capacity, read_dtype=self.read_dtype)
+        how = {"read_dtype": self.read_dtype, "rounding": self.rounding}
+        return replace(self.case.replay, ring_capacity=capacity, **how)
 
     def on(self, device: torch.device | str) -> Work:
         """The tensors of the step, with two slots that no row uses."""
@@ -109,7 +112,8 @@ class Scene:
         if self.forced is not None:
             force = torch.zeros(len(self.counts), dtype=torch.bool)
             force[list(self.forced)] = True
-        work = Work(pool, Cursors(replay, start, count), inputs, indices.to(self.index_dtype), force)
+        cursors = drawn_cursors([pool], start, count, generator)
+        work = Work(pool, cursors, inputs, indices.to(self.index_dtype), force)
         return work.to(torch.device(device))
 
 
@@ -126,7 +130,8 @@ class Work:
 
     def to(self, device: torch.device) -> Work:
         """The same step in memory of its own, with the same strides, on a device."""
-        tensors = {name: like(getattr(self.pool, name), device) for name in (*NAMES, *self.pool.state_names[1:])}
+        names = record_shapes(self.pool.layer, self.pool.replay)
+        tensors = {name: like(getattr(self.pool, name), device) for name in names}
         inputs = self.inputs._replace(**{n: like(t, device) for n, t in tensors_of(self.inputs).items()})
         return replace(
             self,
@@ -204,7 +209,27 @@ class Work:
 
     def written(self) -> list[Tensor]:
         """Every tensor that a verb may write."""
-        return [*self.pool.tensors, self.cursors.ring_start, self.cursors.num_committed]
+        return [*self.pool.tensors, *(getattr(self.cursors, name) for name in self.cursors.names)]
+
+
+def drawn_cursors(pools: list[Pool], start: Tensor, count: Tensor, generator: torch.Generator) -> Cursors:
+    """Cursors of these pools; with stochastic rounding random numbers of folds, and random seeds in the pools."""
+    replay = pools[0].replay
+    if replay.rounding == "nearest":
+        return Cursors(replay, start, count)
+    for pool in pools:
+        assert pool.seed is not None
+        pool.seed.copy_(torch.randint(-(2**63), 2**63 - 1, pool.seed.shape, generator=generator))
+    folds = torch.randint(-(2**31), 2**31 - 1, start.shape, generator=generator, dtype=torch.int32)
+    return Cursors(replay, start, count, folds.to(start.device))
+
+
+def unrounded(work: Work) -> Work:
+    """The same step with a float32 checkpoint: what it folds is what the step itself rounds."""
+    spec = replace(work.pool.replay, checkpoint_dtype=F32, rounding="nearest")
+    own = work.clone()
+    pool = replace(own.pool, replay=spec, checkpoint=own.pool.checkpoint.float(), seed=None)
+    return replace(own, pool=pool, cursors=Cursors(spec, own.cursors.ring_start, own.cursors.num_committed))
 
 
 def like(tensor: Tensor, device: torch.device) -> Tensor:
@@ -216,8 +241,8 @@ def like(tensor: Tensor, device: torch.device) -> Tensor:
 
 def copy_cursors(cursors: Cursors, device: torch.device | None = None) -> Cursors:
     """Cursors of the same values in memory of their own."""
-    start, count = (t.to(device or t.device, copy=True) for t in (cursors.ring_start, cursors.num_committed))
-    return Cursors(cursors.replay, start, count)
+    tensors = (getattr(cursors, name) for name in cursors.names)
+    return Cursors(cursors.replay, *(t.to(device or t.device, copy=True) for t in tensors))
 
 
 Change = Callable[[Work], object]

@@ -148,7 +148,7 @@ class InterpretedModel(Model):
     def _fold(self, *rows: Any) -> None:
         rates = tuple(self.A or [None] * len(self.pools))
         rings = tuple(ring for pool in self.pools for ring in pool.tensors[1:4])
-        written = tuple(pool.checkpoint for pool in self.pools)
+        written = tuple(t for pool in self.pools for t in (pool.checkpoint, pool.seed) if t is not None)
         self.bench.beyond = written, (*rings, *(rate for rate in rates if rate is not None))
         with self.bench.installed():
             model_launch.cuda_materialize(self.cursors, *rows, tuple(self.pools), rates)
