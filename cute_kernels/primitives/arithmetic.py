@@ -43,11 +43,6 @@ def total(x: Any, y: Any) -> Float32:
     return rounded("add.rn.f32", x, y)
 
 
-def difference(x: Any, y: Any) -> Float32:
-    """x - y, rounded to nearest even."""
-    return rounded("sub.rn.f32", x, y)
-
-
 def quotient(x: Any, y: Any) -> Float32:
     """x / y, rounded to nearest even."""
     return rounded("div.rn.f32", x, y)
@@ -68,13 +63,6 @@ def quotient_by(x: Any, divisor: float) -> Float32:
 def exact_reciprocal(x: Any) -> Float32:
     """1/x, rounded to nearest even."""
     return rounded("rcp.rn.f32", x)
-
-
-def short_reciprocal(x: Any) -> Float32:
-    """1/x, rounded to nearest even, of a float of up to 4 bits whose reciprocal is no subnormal; not a number of 0."""
-    first = reciprocal(x)
-    rest = rounded("fma.rn.f32", rounded("neg.f32", x), first, Float32(1.0))
-    return rounded("fma.rn.f32", rest, first, first)
 
 
 def wide_product(x: Any, y: int) -> tuple[Uint32, Uint32]:

@@ -70,10 +70,26 @@ def pack_e4m3(values: list[Any]) -> list[Uint32]:
     return [ptx(text, write_only_types=[Uint32], read_only_args=values[i : i + 4]) for i in range(0, len(values), 4)]
 
 
-def unpack_e4m3(word: Any) -> list[Float32]:
-    """The values of a word's four e4m3 codes."""
+def unpack_e4m3(word: Any) -> list[Uint32]:
+    """The values of a word's four e4m3 codes, as two pairs of float16."""
     text = "{.reg .b16 l,h; mov.b32 {l,h}, {$r0}; cvt.rn.f16x2.e4m3x2 {$w0}, l; cvt.rn.f16x2.e4m3x2 {$w1}, h;}"
-    return unpack(list(ptx(text, write_only_types=[Uint32] * 2, read_only_args=[word])), "float16")
+    return list(ptx(text, write_only_types=[Uint32] * 2, read_only_args=[word]))
+
+
+def bytes_of(low: Any, high: Any, chosen: Any) -> Uint32:
+    """Four bytes of two words, by the last bits of the hexadecimal digits of `chosen`."""
+    text = "prmt.b32 {$w0}, {$r0}, {$r1}, {$r2};"
+    return ptx(text, write_only_types=[Uint32], read_only_args=[low, high, chosen])
+
+
+def upper_bytes(low: Any, high: Any) -> Uint32:
+    """The upper byte of each half of two words."""
+    return ptx("prmt.b32 {$w0}, {$r0}, {$r1}, 0x7531;", write_only_types=[Uint32], read_only_args=[low, high])
+
+
+def bits_of(mask: int, x: Any, y: Any) -> Uint32:
+    """The bits of x that the mask has, and the others of y."""
+    return (x & Uint32(mask)) | (y & Uint32(mask ^ 0xFFFFFFFF))
 
 
 def low_bytes(words: list[Any]) -> Uint32:

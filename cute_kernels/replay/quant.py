@@ -20,18 +20,36 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32
 from cute_kernels.args import CopyTensors
 from cute_kernels.configs import CODE_BITS, SIZE_BYTES, WARP
 from cute_kernels.primitives.arithmetic import (
-    difference,
     exact_reciprocal,
     larger_magnitude,
     product,
     quotient,
     quotient_by,
+    reciprocal,
     rounded,
     select,
-    short_reciprocal,
     total,
 )
-from cute_kernels.primitives.convert import low_bytes, pack, pack_e4m3, unpack, unpack_e4m3
+from cute_kernels.primitives.convert import (
+    bits_of,
+    bytes_of,
+    low_bytes,
+    pack,
+    pack_e4m3,
+    unpack,
+    unpack_e4m3,
+    upper_bytes,
+)
+from cute_kernels.primitives.halves import (
+    pair_fused,
+    pair_largest,
+    pair_of,
+    pair_opposite,
+    pair_product,
+    pair_total,
+    repeated,
+    swapped,
+)
 from cute_kernels.primitives.memory import load_words, store_byte_if, store_words, store_words_if
 from cute_kernels.primitives.reduce import butterfly
 from cute_kernels.replay.window import address
@@ -42,6 +60,10 @@ TILE_ROWS = 16
 LANE_VALUES = 16
 ATOM_ROWS, ATOM_BLOCKS = 128, 4  # the scale bytes that lie together
 LEAST_SCALE = 2.0**-100
+SHARE, LEAST_BLOCK_SCALE, UNITS = 2.0**-9, 2.0**-6, 2.0**5  # see the reference
+SHARES_OF_LARGEST = tuple(1 / (SHARE * divisor) for divisor in (6.0, 6.5, 4.0))
+E4M3_NAN = 0x7F
+HELD_VALUES = 64  # of a tile, that a lane keeps in registers from its largest value to the codes
 NAN, INFINITY = 0x7FC00000, 0x7F800000
 ROUND_UP = 0x7FFFFF  # added to a float's bits: the exponent becomes that of the next power of two
 # The largest scale of a block, 448 times the largest value by the least divisor, 4, is 1.75 * 2**10: a power of two is
@@ -118,11 +140,13 @@ class TileScale:
     """The scale of 16 rows.
 
     Args:
+        share: the reciprocal, times 2**-9, so that float16 holds what becomes of values, and the reciprocals and units
+            of block scales that go with it (`reference.quant.SHARE`).
         finite: whether all of the rows are.
     """
 
     value: Float32
-    inverse: Float32
+    share: Float32
     finite: Boolean
 
     @classmethod
@@ -136,7 +160,7 @@ class TileScale:
             select(largest == Float32(0.0), Float32(0.0), (e << 23).bitcast(Float32))
             for e in (exponent, 254 - exponent)
         )
-        return cls(or_nan(finite, value), or_nan(finite, inverse), finite)
+        return cls(or_nan(finite, value), product(or_nan(finite, inverse), Float32(SHARE)), finite)
 
 
 def is_finite(largest: Any) -> Boolean:
@@ -162,63 +186,78 @@ def lane_masks(lanes: int) -> tuple[int, ...]:
     return tuple(1 << b for b in range(lanes.bit_length() - 1))
 
 
-def halving_sum(x: list[Any]) -> Float32:
-    """The sum of a power of two of values, halves added onto each other."""
+def halving_sum(x: list[Any]) -> Uint32:
+    """The sums of a power of two of pairs, halves added onto each other."""
     while len(x) > 1:
-        x = [total(a, b) for a, b in zip(x[: len(x) // 2], x[len(x) // 2 :], strict=True)]
+        x = [pair_total(a, b) for a, b in zip(x[: len(x) // 2], x[len(x) // 2 :], strict=True)]
     return x[0]
 
 
-def round_e2m1(x: Any) -> tuple[Float32, Float32]:
-    """A magnitude to nearest even: a float that ends in the code, as `e2m1_word` reads it, and the value.
+def block_error(pairs: list[Uint32], inverse: Uint32, unit: Uint32) -> Uint32:
+    """The error of a block at a scale, twice: pairs as `encode_nvfp4` makes them, reciprocal and unit of the scale."""
+    less = pair_opposite(unit)
+    errors = []
+    for pair in pairs:
+        code = rounded_pair(pair_product(pair, inverse)) & Uint32(0xFE00FE00)
+        errors.append(pair_fused(code, less, pair))
+    squares = [pair_fused(b, b, pair_product(a, a)) for a, b in zip(errors[::2], errors[1::2], strict=True)]
+    error = halving_sum(squares)
+    return pair_total(error, swapped(error))
 
-    Added to 2**22 a float loses what is below 0.5, to 2**23 below 1, to 2**24 below 2.
+
+def rounded_pair(steps: Uint32) -> Uint32:
+    """Two float16 in units of 2**-14, so that their first bits are the nearest codes of e2m1, a tie's the larger."""
+    return steps + Uint32(0x01000100)
+
+
+def e2m1_word(codes: list[Uint32]) -> Uint32:
+    """Eight codes in a word, from `rounded_pair` of numbers 0 and 2, 1 and 3, 4 and 6, 5 and 7.
+
+    In the upper byte of each float16 the first bit is the sign, and bits 1 to 3 are the magnitude.
     """
-    x = rounded("min.f32", x, Float32(6.0))
-    exponent = rounded("max.f32", x, Float32(1.0)).bitcast(Uint32) & Uint32(INFINITY)
-    place = (exponent + Uint32(22 << 23)).bitcast(Float32)
-    code = total(x, place)
-    return code, difference(code, place)
+    even, odd = upper_bytes(codes[0], codes[2]), upper_bytes(codes[1], codes[3])
+    low = bits_of(0x07070707, even >> 1, even >> 4)
+    high = bits_of(0x80808080, odd, odd << 3)
+    return bits_of(0x0F0F0F0F, low, high)
 
 
-def e2m1_word(codes: list[Any], values: list[Any]) -> Uint32:
-    """Eight codes in a word: what `round_e2m1` gave, and signs of the values.
-
-    The last bits count units of the exponent, 2 more for each; its bits from 22 on are 298 for 2**22, so 6 modulo 8
-    takes them away.
-    """
-    word = Uint32(0)
-    for i, (code, value) in enumerate(zip(codes, values, strict=True)):
-        bits = code.bitcast(Uint32)
-        magnitude = (bits + (bits >> 22) + Uint32(6)) & Uint32(7)
-        sign = (value.bitcast(Uint32) >> 28) & Uint32(8)
-        word = word | ((magnitude | sign) << (4 * i))
-    return word
+def turned(first: Uint32, second: Uint32, turn: Any) -> list[Uint32]:
+    """The halves of two words in another order: half i ^ `turn` is the i-th."""
+    chosen = Uint32(turn * 0x2222) ^ Uint32(0x3210)
+    return [bytes_of(first, second, chosen), bytes_of(first, second, chosen ^ Uint32(0x4444))]
 
 
-def encode_nvfp4(values: list[Any], tile: TileScale) -> tuple[list[Uint32], Uint32]:
+def encode_nvfp4(values: list[Any], tile: TileScale, turn: Any) -> tuple[list[Uint32], Uint32]:
     """Two words of codes and the scale byte of a block: the largest value becomes 6, 6.5 or 4, the first that errs
-    least."""
-    share = product(largest_of(values), tile.inverse)
-    sizes = [rounded("abs.f32", value) for value in values]
-    wanted = [quotient_by(share, 6.0), quotient_by(share, 6.5), product(share, Float32(0.25)), Float32(0.0)]
-    (scales,) = pack_e4m3(wanted)
+    least.
+
+    Args:
+        values: of four numbers that lie together, part i ^ `turn` is the i-th. Errors are the same in such an order.
+    """
+    shares = [product(value, tile.share) for value in values]
+    pairs = pack([shares[4 * c + e] for c in range(4) for e in (0, 2, 1, 3)], "float16")
+    largest = functools.reduce(pair_largest, pairs)
+    (low, high) = unpack([largest], "float16")
+    largest = rounded("max.f32", low, high)
+    wanted = [rounded("max.f32", product(largest, Float32(f)), Float32(LEAST_BLOCK_SCALE)) for f in SHARES_OF_LARGEST]
+    (scales,) = pack_e4m3([*wanted, Float32(0.0)])
+    units = [pair_product(word, pair_of(UNITS)) for word in unpack_e4m3(scales)]
     best: Any = None
-    for i, scale in enumerate(unpack_e4m3(scales)[:3]):
-        unit = product(scale, tile.value)
-        inverse = select(unit == Float32(0.0), Float32(0.0), short_reciprocal(unit))
-        found = [round_e2m1(product(size, inverse)) for size in sizes]
-        errors = [difference(product(value, unit), size) for (_, value), size in zip(found, sizes, strict=True)]
-        error, byte = halving_sum([product(x, x) for x in errors]), scales >> (8 * i)
-        made = [error, byte, *(code for code, _ in found)]
+    for i, unit in enumerate(unpack(units, "float16")[:3]):
+        (inverse,) = pack([reciprocal(unit)] * 2, "float16")
+        error = block_error(pairs, inverse, repeated(units[i // 2], i % 2))
+        made = [error, inverse, scales >> (8 * i)]
         if best is not None:
             better = error < best[0]
             made = [select(better, one, other) for one, other in zip(made, best, strict=True)]
         best = made
-    _, byte, *codes = best
-    # A tile that is not finite has the code of its NaN, +6, throughout: signs are those of the values.
-    kept = select(tile.finite, Uint32(0xFFFFFFFF), Uint32(0x77777777))
-    return [e2m1_word(codes[i : i + 8], values[i : i + 8]) & kept for i in (0, 8)], byte
+    _, inverse, byte = best
+    codes = [rounded_pair(pair_product(pair, inverse)) for pair in pairs]
+    words = turned(e2m1_word(codes[:4]), e2m1_word(codes[4:]), turn)
+    # A tile that is not finite has the code of its NaN, +6, throughout.
+    words = [select(tile.finite, word, Uint32(0x77777777)) for word in words]
+    byte = select(largest == Float32(0.0), Uint32(0), byte)
+    return words, select(tile.finite, byte, Uint32(E4M3_NAN))
 
 
 def encode_mxfp8(values: list[Any]) -> tuple[list[Uint32], Uint32]:
@@ -248,12 +287,21 @@ def encode_row(values: list[Any], read_dtype: str, masks: tuple[int, ...]) -> tu
     return [low_bytes(words[i : i + 4]) & kept for i in range(0, LANE_VALUES, 4)], scale
 
 
-def load_values(shape: CopyShape, source: Any) -> list[Float32]:
-    """A lane's 16 values."""
-    num_bytes = LANE_VALUES * SIZE_BYTES[shape.state_dtype]
-    return unpack(
-        [w for skip in range(0, num_bytes, 16) for w in load_words(source, 4, offset=skip)], shape.state_dtype
-    )
+def turn_of(shape: CopyShape, lane: Any) -> Int32:
+    """Which of its parts of four values a lane loads first, so that the loads of 8 lanes lie in all banks of L1."""
+    return (lane >> 1) & 3 if SIZE_BYTES[shape.state_dtype] == 4 else (lane >> 2 & 1) << 1
+
+
+def load_values(shape: CopyShape, source: Any, turn: Any = None) -> list[Float32]:
+    """A lane's 16 values; part i ^ `turn` of them is the i-th where one is given."""
+    size = SIZE_BYTES[shape.state_dtype]
+    skips = range(0, LANE_VALUES * size, 16)
+    if turn is None:
+        words = [w for skip in skips for w in load_words(source, 4, offset=skip)]
+    else:
+        places = [source + Int64((turn * (4 * size)) ^ skip) for skip in skips]
+        words = [w for place in places for w in load_words(place, 4)]
+    return unpack(words, shape.state_dtype)
 
 
 def scale_at(shape: CopyShape, row: Any, block: Any) -> Int32:
@@ -262,11 +310,13 @@ def scale_at(shape: CopyShape, row: Any, block: Any) -> Int32:
     return (atom << 9) + ((row & 31) << 4) + ((row >> 5 & 3) << 2) + (block & 3)
 
 
-def encode_part(shape: CopyShape, values: list[Any], tile: TileScale, to: CopyPlaces, row: Any, part: Any) -> None:
-    """Encode a lane's 16 values, part `part` of a row."""
+def encode_part(
+    shape: CopyShape, values: list[Any], tile: TileScale, to: CopyPlaces, row: Any, part: Any, turn: Any
+) -> None:
+    """Encode a lane's 16 values, part `part` of a row, as `load_values` gave them."""
     read_dtype = shape.read_dtype
     if read_dtype == "nvfp4":
-        words, byte = encode_nvfp4(values, tile)
+        words, byte = encode_nvfp4(values, tile, turn)
         store_byte_if(True, to.scale + Int64(scale_at(shape, row, part)), byte)
     elif read_dtype == "mxfp8":
         words, byte = encode_mxfp8(values)
@@ -296,17 +346,27 @@ def encode_rows(shape: cutlass.Constexpr, source: Int64, to: CopyPlaces, first_r
     part, first = lane % shape.lanes, first_row + lane // shape.lanes
     here = source + Int64(first) * shape.row_bytes + Int64(part * (LANE_VALUES * SIZE_BYTES[shape.state_dtype]))
     steps, step_bytes = TILE_ROWS // shape.rows_at_once, shape.rows_at_once * shape.row_bytes
-    tile = TileScale(Float32(0.0), Float32(0.0), Boolean(True))
+    tile, turn = TileScale(Float32(0.0), Float32(0.0), Boolean(True)), None
+    held: list[list[Float32]] = []
     if cutlass.const_expr(shape.read_dtype == "nvfp4"):
-        largest = Float32(0.0)
-        for step in cutlass.range(steps, unroll=2):
-            largest = larger_magnitude(largest, largest_of(load_values(shape, here + Int64(step * step_bytes))))
+        largest, turn = Float32(0.0), turn_of(shape, lane)
+        if cutlass.const_expr(steps * LANE_VALUES <= HELD_VALUES):
+            held = [load_values(shape, here + Int64(step * step_bytes), turn) for step in range(steps)]
+            largest = largest_of([value for values in held for value in values])
+        else:
+            for step in cutlass.range(steps, unroll=2):
+                values = load_values(shape, here + Int64(step * step_bytes), turn)
+                largest = larger_magnitude(largest, largest_of(values))
         tile = TileScale.of(largest_of([largest], lane_masks(WARP)))
         place = to.tile_scale + Int64(first_row // TILE_ROWS * 4)
         store_words_if(Int32(lane == 0), place, [tile.value.bitcast(Uint32)])
-    for step in cutlass.range(steps, unroll=1):
-        values = load_values(shape, here + Int64(step * step_bytes))
-        encode_part(shape, values, tile, to, first + step * shape.rows_at_once, part)
+    if cutlass.const_expr(len(held) > 0):
+        for step in cutlass.range_constexpr(steps):
+            encode_part(shape, held[step], tile, to, first + step * shape.rows_at_once, part, turn)
+    else:
+        for step in cutlass.range(steps, unroll=1):
+            values = load_values(shape, here + Int64(step * step_bytes), turn)
+            encode_part(shape, values, tile, to, first + step * shape.rows_at_once, part, turn)
 
 
 def clear_scales(shape: CopyShape, to: CopyPlaces, first_row: Any, lane: Any) -> None:

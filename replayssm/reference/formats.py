@@ -62,6 +62,20 @@ def encode_e2m1(x: Tensor) -> Tensor:
     return (code + 8 * (torch.signbit(x) & ~x.isnan())).to(torch.uint8)
 
 
+def round_e2m1(x: Tensor) -> Tensor:
+    """float16 in units of 2**-14, below 7 of them, to the nearest codes in such units, a tie to the larger.
+
+    In these units the exponents of e2m1 are those of float16, so the last 9 bits are what is rounded.
+    """
+    return ((x.view(torch.int16) + 256) & -512).view(torch.float16)
+
+
+def code_e2m1(x: Tensor) -> Tensor:
+    """The codes of what `round_e2m1` gave, in uint8."""
+    bits = x.view(torch.int16)
+    return ((bits >> 9 & 7) + 8 * (bits < 0)).to(torch.uint8)
+
+
 def decode_e2m1(code: Tensor) -> Tensor:
     """Codes 0 to 15 to float32."""
     table = torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)], device=code.device)

@@ -26,7 +26,7 @@ CLASSES = {
     "FMUL": "FMUL*",
     "FADD": "FADD*",
     "MUFU": "MUFU*",
-    "half": "HFMA2* HADD2* HMUL2* HSET* FHFMA FHADD",
+    "half": "HFMA2* HADD2* HMUL2* HMNMX2* HSET* FHFMA FHADD",
     "convert": "F2F* I2F* F2I* FRND I2I*",
     "select": "FSEL FSETP FMNMX* FSET SEL SEL64 FCHK PLOP3 ISETP P2R R2P",
     "constant": "LDC LDCU ULDC",

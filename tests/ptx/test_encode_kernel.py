@@ -20,10 +20,22 @@ import torch
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
-from cute_kernels.replay.quant import ATOM_BLOCKS, ATOM_ROWS, BLOCK, CODE_BITS, LARGEST_CODE, LEAST_SCALE, TILE_ROWS
+from cute_kernels.replay.quant import (
+    ATOM_BLOCKS,
+    ATOM_ROWS,
+    BLOCK,
+    CODE_BITS,
+    LARGEST_CODE,
+    LEAST_BLOCK_SCALE,
+    LEAST_SCALE,
+    SHARE,
+    SHARES_OF_LARGEST,
+    TILE_ROWS,
+    UNITS,
+)
 from replayssm import LayerSpec, Pool, ReplaySpec, make_pool, model_launch
 from replayssm.keys import dtype_name
-from replayssm.reference import quant
+from replayssm.reference import formats, quant
 from replayssm.spec import READ_FORMATS, RECURRENCES, SCALE_ATOM, ReadDtype, Recurrence
 from tests.helpers.cases import Case
 from tests.helpers.draw import hard_states
@@ -139,14 +151,15 @@ def test_the_device_knows_the_formats_of_the_spec() -> None:
     assert {name for name, form in named.items() if form.row_scale} == set(LARGEST_CODE)
     assert {form.tile_rows for form in named.values() if form.tile_rows} == {TILE_ROWS}
     assert (ATOM_ROWS, ATOM_BLOCKS) == SCALE_ATOM and quant.LEAST_SCALE == LEAST_SCALE
-    assert quant.SEARCH == (6.0, 6.5, 4.0)
+    assert tuple(1 / (quant.SHARE * divisor) for divisor in quant.SEARCH) == SHARES_OF_LARGEST
+    assert (quant.SHARE, quant.SHARE / quant.E2M1_UNIT, quant.LEAST_BLOCK_SCALE) == (SHARE, UNITS, LEAST_BLOCK_SCALE)
 
 
 def mantissas(count: int) -> np.ndarray:
     return (np.arange(count, dtype=np.uint32) * np.uint32(2**23 // count) | np.uint32(0x3F800000)).view(np.float32)
 
 
-@pytest.mark.parametrize("divisor", [6.0, 6.5, 127.0, 448.0])
+@pytest.mark.parametrize("divisor", [127.0, 448.0])
 def test_a_quotient_by_a_short_number_is_exact(divisor: float) -> None:
     """`quotient_by`, for all mantissas: its sums are exact in float64, or rounded there far below float32."""
     x, inverse = mantissas(2**23), np.float32(1 / divisor)
@@ -157,13 +170,16 @@ def test_a_quotient_by_a_short_number_is_exact(divisor: float) -> None:
     assert not np.array_equal(first, x / np.float32(divisor))  # teeth
 
 
-def test_a_reciprocal_of_a_short_number_is_exact() -> None:
-    """`short_reciprocal`, for each of the neighbours that rcp.approx may give."""
-    x = mantissas(8)
-    want = np.float32(1) / x
-    for first in (want, np.nextafter(want, np.float32(2)), np.nextafter(want, np.float32(0))):
-        rest = 1 - x.astype(np.float64) * first
-        assert np.array_equal((first + rest.astype(np.float32) * first.astype(np.float64)).astype(np.float32), want)
+def test_a_reciprocal_of_a_scale_is_exact_in_float16() -> None:
+    """For each of the neighbours that rcp.approx may give, of every unit of a block scale; none is subnormal."""
+    scales = formats.decode_e4m3(torch.arange(0x08, 0x7F).to(torch.uint8)).double().numpy()
+    units = scales * quant.SHARE / quant.E2M1_UNIT
+    assert (units.astype(np.float16) == units).all()
+    want = (1 / units).astype(np.float16)
+    near = (1 / units).astype(np.float32)
+    for first in (near, np.nextafter(near, np.float32(64)), np.nextafter(near, np.float32(0))):
+        assert np.array_equal(first.astype(np.float16), want)
+    assert want.min() >= 2.0**-14
 
 
 # The verbs.
@@ -228,7 +244,7 @@ def everywhere(pattern: str, by: str) -> Callable[[str], str]:
     return lambda ptx: re.sub(pattern, by, ptx)
 
 
-LESS = r"setp\.lt\.f32\s+(%p\d+), (%r\d+), (%r\d+);"
+LESS = r"setp\.lt\.u32(\s+%p\d+), (%r\d+), (%r\d+);"
 FAULTS: dict[str, dict[str, Callable[[str], str]]] = {
     "nvfp4": {
         "a NaN is passed over": everywhere(r"max\.NaN\.f32", "max.f32"),
@@ -237,13 +253,14 @@ FAULTS: dict[str, dict[str, Callable[[str], str]]] = {
         "a block's scale is not stored": swap(r"@p st\.global\.b8[^;]*;", ""),
         "codes are not stored": swap(r"st\.global\.v2\.b32[^;]*;", ""),
         "the padding is not cleared": swap(r"@p st\.global\.b32[^;]*;", "", -1),
-        "a tie takes the later scale": swap(LESS, r"setp.le.f32 \1, \2, \3;"),
-        "the second scale is never taken": swap(LESS, r"setp.lt.f32 \1, \3, \3;"),
-        "the third scale is never taken": swap(LESS, r"setp.lt.f32 \1, \3, \3;", -1),
-        "a quotient is not corrected": swap(
-            r"fma\.rn\.f32 (%r\d+), (%r\d+), (%r\d+), (%r\d+);", r"mov.b32 \1, \4;", 1),
-        "an error is left out": swap(r"mul\.rn\.f32 (%r\d+), [^;]*;", r"mov.b32 \1, 0f00000000;", -1),
-        "a code above 6": everywhere(r"min\.f32 (%r\d+), (%r\d+), %r\d+;", r"mov.b32 \1, \2;"),
+        "a tie takes the later scale": everywhere(LESS, r"setp.le.u32\1, \2, \3;"),
+        "the second scale is never taken": swap(LESS, r"setp.lt.u32\1, \3, \3;"),
+        "the third scale is never taken": swap(LESS, r"setp.lt.u32\1, \3, \3;", 1),
+        "an error is left out": swap(
+            r"fma\.rn\.f16x2 (%r\d+), (%r\d+), (%r\d+), (%r\d+);", r"mov.b32 \1, \4;", 8),
+        "a code is cut": everywhere("16777472", "0"),
+        "no least scale of a block": everywhere(r"max\.f32 (%r\d+), (%r\d+), %r\d+;", r"mov.b32 \1, \2;"),
+        "parts in the order of the loads": swap("8738", "0"),
         "no least scale": swap(r"max\.u32(\s+%r\d+, %r\d+), 37;", r"max.u32\1, 12;"),
         "a NaN keeps its sign": swap("2004318071", "-1"),
         "a row of another atom's place": swap(r"and\.b32(\s+%r\d+, %r\d+), 496;", r"and.b32\1, 240;"),

@@ -47,6 +47,20 @@ def codes_of(kind: str) -> Tensor:
     return torch.arange(16 if kind == "e2m1" else 256, dtype=torch.uint8)
 
 
+def test_steps_in_float16_round_to_the_nearest_code() -> None:
+    """`round_e2m1`, for every float16 below 7 units: to the nearest, a tie to the larger, where `encode_e2m1` takes the
+    even code; signs stay."""
+    x = torch.arange(1 << 15, dtype=torch.int32).short().view(torch.float16)
+    x = x[x < 7 * 2.0**-14]
+    got, values = formats.code_e2m1(formats.round_e2m1(x)), x.double() * 2**14
+    ties = torch.isin(values, torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], dtype=torch.float64))
+    even = formats.encode_e2m1(values.float())
+    assert torch.equal(got[~ties], even[~ties])
+    assert got[ties].tolist() == [1, 2, 3, 4, 5, 6, 7] and even[ties].tolist() == [0, 2, 2, 4, 4, 6, 6]
+    assert torch.equal(formats.decode_e2m1(got), formats.round_e2m1(x).float() * 2**14)
+    assert torch.equal(formats.code_e2m1(formats.round_e2m1(-x)), got + 8)
+
+
 @pytest.mark.parametrize("kind", TYPES)
 def test_every_code_has_its_value(kind: str) -> None:
     codes = codes_of(kind)
