@@ -42,11 +42,6 @@ def pair_opposite(x: Any) -> Uint32:
     return _pair("neg", x)
 
 
-def pair_largest(x: Any, y: Any) -> Uint32:
-    """max(|x|, |y|)."""
-    return _pair("max", _pair("abs", x), _pair("abs", y))
-
-
 def swapped(x: Any) -> Uint32:
     """The halves of a word in the other order."""
     return ptx("prmt.b32 {$w0}, {$r0}, {$r0}, 0x1032;", write_only_types=[Uint32], read_only_args=[x])

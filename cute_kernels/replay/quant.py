@@ -3,8 +3,9 @@
 A lane takes 16 neighbours of a row, a block of NVFP4, so a block is rounded without the other lanes: what its
 candidates for a scale cost is paid once, and errors are summed in the order of the definition. Where that rounds a
 product, a quotient or a sum, one instruction does; quotients by constants and reciprocals of short numbers are exact by
-arguments of their own (`primitives.arithmetic`). NVFP4 reads the rows twice, the second time from L1, so that a tile of
-any width takes few registers.
+arguments of their own (`primitives.arithmetic`, tests/ptx/test_encode_kernel.py). NVFP4 reads each row once: the scales
+of a lane's blocks wait in registers for that of the tile. It takes 18.3 instructions a value, 10 of the ALU, which
+issues every other cycle (SASS of sm_90a; 46.2 and 22.9 when it computed in float32 and read twice).
 """
 
 from __future__ import annotations
@@ -42,7 +43,6 @@ from cute_kernels.primitives.convert import (
 )
 from cute_kernels.primitives.halves import (
     pair_fused,
-    pair_largest,
     pair_of,
     pair_opposite,
     pair_product,
@@ -60,10 +60,8 @@ TILE_ROWS = 16
 LANE_VALUES = 16
 ATOM_ROWS, ATOM_BLOCKS = 128, 4  # the scale bytes that lie together
 LEAST_SCALE = 2.0**-100
-SHARE, LEAST_BLOCK_SCALE, UNITS = 2.0**-9, 2.0**-6, 2.0**5  # see the reference
-SHARES_OF_LARGEST = tuple(1 / (SHARE * divisor) for divisor in (6.0, 6.5, 4.0))
+SEARCH, LEAST_BLOCK_SCALE, LEAST_NORMAL, UNITS = (6.0, 6.5, 4.0), 2.0**-6, 8, 2.0**14  # see the reference
 E4M3_NAN = 0x7F
-HELD_VALUES = 64  # of a tile, that a lane keeps in registers from its largest value to the codes
 NAN, INFINITY = 0x7FC00000, 0x7F800000
 ROUND_UP = 0x7FFFFF  # added to a float's bits: the exponent becomes that of the next power of two
 # The largest scale of a block, 448 times the largest value by the least divisor, 4, is 1.75 * 2**10: a power of two is
@@ -140,13 +138,12 @@ class TileScale:
     """The scale of 16 rows.
 
     Args:
-        share: the reciprocal, times 2**-9, so that float16 holds what becomes of values, and the reciprocals and units
-            of block scales that go with it (`reference.quant.SHARE`).
+        exponent: biased, as if they were finite and not all 0.
         finite: whether all of the rows are.
     """
 
     value: Float32
-    share: Float32
+    exponent: Int32
     finite: Boolean
 
     @classmethod
@@ -156,11 +153,14 @@ class TileScale:
         exponent = Int32((word + Uint32(ROUND_UP_175)) >> 23) - Int32(EXPONENT_1792)
         least = Int32(127 - 100)
         exponent = select(exponent < least, least, exponent)
-        value, inverse = (
-            select(largest == Float32(0.0), Float32(0.0), (e << 23).bitcast(Float32))
-            for e in (exponent, 254 - exponent)
-        )
-        return cls(or_nan(finite, value), product(or_nan(finite, inverse), Float32(SHARE)), finite)
+        value = select(largest == Float32(0.0), Float32(0.0), (exponent << 23).bitcast(Float32))
+        return cls(or_nan(finite, value), exponent, finite)
+
+    def byte(self, scale: Any) -> Int32:
+        """The scale byte of a block: `scale` as `encode_nvfp4` gives it, made relative to the tile's."""
+        byte = scale - (self.exponent << 3)
+        byte = select(byte < Int32(LEAST_NORMAL), Int32(0), byte)
+        return select(self.finite, byte, Int32(E4M3_NAN))
 
 
 def is_finite(largest: Any) -> Boolean:
@@ -227,19 +227,21 @@ def turned(first: Uint32, second: Uint32, turn: Any) -> list[Uint32]:
     return [bytes_of(first, second, chosen), bytes_of(first, second, chosen ^ Uint32(0x4444))]
 
 
-def encode_nvfp4(values: list[Any], tile: TileScale, turn: Any) -> tuple[list[Uint32], Uint32]:
-    """Two words of codes and the scale byte of a block: the largest value becomes 6, 6.5 or 4, the first that errs
-    least.
+def encode_nvfp4(values: list[Any], turn: Any) -> tuple[list[Uint32], Int32, Float32]:
+    """Two words of codes, the scale and the largest magnitude of a block: that becomes 6, 6.5 or 4, the first that errs
+    least. The scale is a code of e4m3 and more, with the block's exponent in it (`TileScale.byte`).
 
     Args:
         values: of four numbers that lie together, part i ^ `turn` is the i-th. Errors are the same in such an order.
     """
-    shares = [product(value, tile.share) for value in values]
-    pairs = pack([shares[4 * c + e] for c in range(4) for e in (0, 2, 1, 3)], "float16")
-    largest = functools.reduce(pair_largest, pairs)
-    (low, high) = unpack([largest], "float16")
-    largest = rounded("max.f32", low, high)
-    wanted = [rounded("max.f32", product(largest, Float32(f)), Float32(LEAST_BLOCK_SCALE)) for f in SHARES_OF_LARGEST]
+    largest = largest_of(values)
+    exponent = Int32(largest.bitcast(Uint32) >> 23)
+    exponent = select(exponent < 1, Int32(1), exponent)
+    factor = ((Int32(255) - exponent) << 23).bitcast(Float32)
+    numbers = [product(value, factor) for value in values]
+    pairs = pack([numbers[4 * c + e] for c in range(4) for e in (0, 2, 1, 3)], "float16")
+    most = unpack(pack([product(largest, factor)], "float16"), "float16")[0]
+    wanted = [rounded("max.f32", product(most, Float32(1 / d)), Float32(LEAST_BLOCK_SCALE)) for d in SEARCH]
     (scales,) = pack_e4m3([*wanted, Float32(0.0)])
     units = [pair_product(word, pair_of(UNITS)) for word in unpack_e4m3(scales)]
     best: Any = None
@@ -254,10 +256,12 @@ def encode_nvfp4(values: list[Any], tile: TileScale, turn: Any) -> tuple[list[Ui
     _, inverse, byte = best
     codes = [rounded_pair(pair_product(pair, inverse)) for pair in pairs]
     words = turned(e2m1_word(codes[:4]), e2m1_word(codes[4:]), turn)
-    # A tile that is not finite has the code of its NaN, +6, throughout.
-    words = [select(tile.finite, word, Uint32(0x77777777)) for word in words]
-    byte = select(largest == Float32(0.0), Uint32(0), byte)
-    return words, select(tile.finite, byte, Uint32(E4M3_NAN))
+    finite = is_finite(largest)
+    return (
+        [select(finite, word, Uint32(0x77777777)) for word in words],
+        Int32(byte & Uint32(0xFF)) + ((exponent - 1) << 3),
+        largest,
+    )
 
 
 def encode_mxfp8(values: list[Any]) -> tuple[list[Uint32], Uint32]:
@@ -310,15 +314,17 @@ def scale_at(shape: CopyShape, row: Any, block: Any) -> Int32:
     return (atom << 9) + ((row & 31) << 4) + ((row >> 5 & 3) << 2) + (block & 3)
 
 
-def encode_part(
-    shape: CopyShape, values: list[Any], tile: TileScale, to: CopyPlaces, row: Any, part: Any, turn: Any
-) -> None:
-    """Encode a lane's 16 values, part `part` of a row, as `load_values` gave them."""
+def store_codes(shape: CopyShape, words: list[Uint32], to: CopyPlaces, row: Any, part: Any) -> None:
+    """Write the codes of part `part` of a row."""
+    where = to.codes + Int64(row) * shape.code_bytes + Int64(part * (4 * len(words)))
+    for i in range(0, len(words), 4):
+        store_words(where, words[i : i + 4], offset=4 * i)
+
+
+def encode_part(shape: CopyShape, values: list[Any], to: CopyPlaces, row: Any, part: Any) -> None:
+    """Encode a lane's 16 values, part `part` of a row, in any format but NVFP4."""
     read_dtype = shape.read_dtype
-    if read_dtype == "nvfp4":
-        words, byte = encode_nvfp4(values, tile, turn)
-        store_byte_if(True, to.scale + Int64(scale_at(shape, row, part)), byte)
-    elif read_dtype == "mxfp8":
+    if read_dtype == "mxfp8":
         words, byte = encode_mxfp8(values)
         # The second lane of a block writes a byte that pads the row, where there is one.
         pads = part % 2
@@ -330,9 +336,29 @@ def encode_part(
         store_words_if(Int32(part == 0), to.scale + Int64(row * 4), [scale.bitcast(Uint32)])
     else:
         words = pack(values, read_dtype)
-    where = to.codes + Int64(row) * shape.code_bytes + Int64(part * (4 * len(words)))
-    for i in range(0, len(words), 4):
-        store_words(where, words[i : i + 4], offset=4 * i)
+    store_codes(shape, words, to, row, part)
+
+
+def encode_tile(shape: CopyShape, here: Any, to: CopyPlaces, row: Any, part: Any, lane: Any) -> None:
+    """Encode 16 rows in NVFP4, a lane's first at `here`: the scales when the tile's is known, the codes before.
+
+    A lane loads what it encodes next before it encodes, so that a warp waits less.
+    """
+    steps, step_bytes = TILE_ROWS // shape.rows_at_once, shape.rows_at_once * shape.row_bytes
+    turn, scales, largest = turn_of(shape, lane), [], Float32(0.0)
+    ahead = load_values(shape, here, turn)
+    for step in range(steps):
+        values = ahead
+        if step + 1 < steps:
+            ahead = load_values(shape, here + Int64((step + 1) * step_bytes), turn)
+        words, scale, own = encode_nvfp4(values, turn)
+        store_codes(shape, words, to, row + step * shape.rows_at_once, part)
+        scales, largest = [*scales, scale], larger_magnitude(largest, own)
+    tile = TileScale.of(largest_of([largest], lane_masks(WARP)))
+    store_words_if(Int32(lane == 0), to.tile_scale + Int64((row >> 4) * 4), [tile.value.bitcast(Uint32)])
+    for step, scale in enumerate(scales):
+        at = scale_at(shape, row + step * shape.rows_at_once, part)
+        store_byte_if(True, to.scale + Int64(at), tile.byte(scale))
 
 
 @cute.jit
@@ -345,28 +371,12 @@ def encode_rows(shape: cutlass.Constexpr, source: Int64, to: CopyPlaces, first_r
     """
     part, first = lane % shape.lanes, first_row + lane // shape.lanes
     here = source + Int64(first) * shape.row_bytes + Int64(part * (LANE_VALUES * SIZE_BYTES[shape.state_dtype]))
-    steps, step_bytes = TILE_ROWS // shape.rows_at_once, shape.rows_at_once * shape.row_bytes
-    tile, turn = TileScale(Float32(0.0), Float32(0.0), Boolean(True)), None
-    held: list[list[Float32]] = []
     if cutlass.const_expr(shape.read_dtype == "nvfp4"):
-        largest, turn = Float32(0.0), turn_of(shape, lane)
-        if cutlass.const_expr(steps * LANE_VALUES <= HELD_VALUES):
-            held = [load_values(shape, here + Int64(step * step_bytes), turn) for step in range(steps)]
-            largest = largest_of([value for values in held for value in values])
-        else:
-            for step in cutlass.range(steps, unroll=2):
-                values = load_values(shape, here + Int64(step * step_bytes), turn)
-                largest = larger_magnitude(largest, largest_of(values))
-        tile = TileScale.of(largest_of([largest], lane_masks(WARP)))
-        place = to.tile_scale + Int64(first_row // TILE_ROWS * 4)
-        store_words_if(Int32(lane == 0), place, [tile.value.bitcast(Uint32)])
-    if cutlass.const_expr(len(held) > 0):
-        for step in cutlass.range_constexpr(steps):
-            encode_part(shape, held[step], tile, to, first + step * shape.rows_at_once, part, turn)
+        encode_tile(shape, here, to, first, part, lane)
     else:
-        for step in cutlass.range(steps, unroll=1):
-            values = load_values(shape, here + Int64(step * step_bytes), turn)
-            encode_part(shape, values, tile, to, first + step * shape.rows_at_once, part, turn)
+        for step in cutlass.range(TILE_ROWS // shape.rows_at_once, unroll=1):
+            values = load_values(shape, here + Int64(step * (shape.rows_at_once * shape.row_bytes)))
+            encode_part(shape, values, to, first + step * shape.rows_at_once, part)
 
 
 def clear_scales(shape: CopyShape, to: CopyPlaces, first_row: Any, lane: Any) -> None:

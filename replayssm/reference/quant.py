@@ -9,14 +9,16 @@ A state is [..., HV, V, K] in float32. `encode` gives the parts of a copy by nam
 | "mxfp8" | [HV, V, K] e4m3 bytes | ue8m0 byte for 32 values along K | | code * scale |
 | "nvfp4" | [HV, V, K / 2], low nibble first | e4m3 byte for 16 values | [HV, V / 16] float32 | code * scale * tile |
 
-In NVFP4 a block is encoded in float16, two values at a time, relative to the tile (`SHARE`): reciprocals of scales, the
-steps that they make of values, and errors. The scale of a block is 2**-6 of the tile's or more, unless all of it is 0;
-values that are coarser for it are below 2**-12 of the tile's largest.
+A block of NVFP4 is encoded in float16, two values at a time: a power of two brings its largest to 2 to 4, where no
+reciprocal of a scale, step of a value or unit is subnormal, and in the end the scale's exponent becomes relative to the
+tile's. A scale that is then below e4m3's normal numbers becomes 0, so that what is below 2**-12 of a tile's largest may
+be 0 too.
 
 Scale bytes lie in atoms of 128 rows by 4 blocks, see `scale_index`; tile scales are powers of two, so that no order of
 the two products rounds. Row and tile scales are 0 where all that they cover is. An infinity or a NaN makes all that
-shares its row, block (MXFP8) or tile (NVFP4) NaN: it is not hidden, and nothing beyond is touched. Row and tile scales
-of nonzero states are 2**-100 or more.
+shares its row, block (MXFP8) or tile (NVFP4) NaN: it is not hidden, and nothing beyond is touched. (In such a tile
+scales have e4m3's code of a NaN, and codes are +6 in the blocks that are not finite.) Row and tile scales of nonzero
+states are 2**-100 or more.
 
 Kernels must give the same bits, so the arithmetic is part of the definition: every product, quotient and sum below is
 rounded on its own, to float32 or float16 as it says, but for `_square_and`, which is rounded once. The errors of a
@@ -39,12 +41,7 @@ LEAST_SCALE = 2.0**-100
 # the least of all triples of 17 numbers from 3.5 to 8; the best four leave 8.45 %, all 17 8.27 % (torch, 2026-11-30).
 SEARCH = (6.0, 6.5, 4.0)
 PLAIN = (6.0,)
-# A value over its tile's scale is at most 448 * 4. This share of it fits float16, with the units and the reciprocals
-# that belong to it: none of those is subnormal.
-SHARE = 2.0**-9
-LEAST_BLOCK_SCALE = (
-    2.0**-6
-)  # e4m3's least that has all of its bits: no step of a value is then beyond 6.92, a code of 6
+LEAST_BLOCK_SCALE, LEAST_NORMAL = 2.0**-6, 8  # of e4m3, and its code: no step of a value is beyond 6.92, where 7 begin
 E2M1_UNIT = (
     2.0**-14
 )  # of a float16 whose bits begin as those of the code do, as both formats have their subnormals there
@@ -148,13 +145,15 @@ def _encode_nvfp4(state: Tensor, divisors: tuple[float, ...]) -> dict[str, Tenso
     padded = torch.nn.functional.pad(state, (0, 0, 0, -rows % form.tile_rows)).unflatten(-2, (-1, form.tile_rows))
     tile = _power_above(_largest(padded, (-2, -1)))[..., 0, 0]
     spread = tile.repeat_interleave(form.tile_rows, -1)[..., :rows, None, None]
-    blocks = (state.unflatten(-1, (-1, form.block)) * (_inverse(spread) * SHARE)).half()
+    blocks = state.unflatten(-1, (-1, form.block))
+    exponent = _exponent(blocks.abs().amax(-1, keepdim=True)).clamp_min(1)
+    blocks = (blocks * _float_of(255 - exponent)).half()
     largest = blocks.abs().amax(-1, keepdim=True).float()
     best: tuple[Tensor, Tensor, Tensor] | None = None
     for divisor in divisors:
-        wanted = largest * largest.new_full((), 1 / (SHARE * divisor))
+        wanted = largest * largest.new_full((), 1 / divisor)
         scale = formats.encode_e4m3(wanted.clamp_min(LEAST_BLOCK_SCALE))
-        unit = formats.decode_e4m3(scale) * (SHARE / E2M1_UNIT)
+        unit = formats.decode_e4m3(scale) / E2M1_UNIT
         codes = formats.round_e2m1(blocks * (torch.ones_like(unit) / unit).half())
         left, right = (blocks - codes * unit.half()).unflatten(-1, (-1, 2)).unbind(-1)
         error = _halving_sum(_square_and(right, left * left))
@@ -165,9 +164,20 @@ def _encode_nvfp4(state: Tensor, divisors: tuple[float, ...]) -> dict[str, Tenso
             )
         best = scale, codes, error
     assert best is not None
-    scale = best[0].where(largest != 0, 0)
-    codes = formats.code_e2m1(best[1]).where(spread.isfinite(), 7)
+    # The exponent of a scale has 3 bits of mantissa below it; a block's numbers were brought to 2 to 4.
+    scale = best[0].int() + 8 * (exponent - 1 - _exponent(spread.clamp_min(LEAST_SCALE)))
+    scale = scale.where(scale >= LEAST_NORMAL, 0).where(spread.isfinite(), 0x7F).to(torch.uint8)
+    codes = formats.code_e2m1(best[1]).where(exponent < 255, 7)
     return {"codes": formats.pack_e2m1(codes.flatten(-2)), "scale": to_atoms(scale.squeeze(-1)), "tile_scale": tile}
+
+
+def _exponent(x: Tensor) -> Tensor:
+    """The biased exponent of a float32 that is not negative: 0 of subnormals, 255 of what is no number."""
+    return x.view(torch.int32) >> 23
+
+
+def _float_of(exponent: Tensor) -> Tensor:
+    return (exponent << 23).view(torch.float32)
 
 
 def _square_and(x: Tensor, y: Tensor) -> Tensor:

@@ -27,9 +27,9 @@ from cute_kernels.replay.quant import (
     CODE_BITS,
     LARGEST_CODE,
     LEAST_BLOCK_SCALE,
+    LEAST_NORMAL,
     LEAST_SCALE,
-    SHARE,
-    SHARES_OF_LARGEST,
+    SEARCH,
     TILE_ROWS,
     UNITS,
 )
@@ -151,8 +151,8 @@ def test_the_device_knows_the_formats_of_the_spec() -> None:
     assert {name for name, form in named.items() if form.row_scale} == set(LARGEST_CODE)
     assert {form.tile_rows for form in named.values() if form.tile_rows} == {TILE_ROWS}
     assert (ATOM_ROWS, ATOM_BLOCKS) == SCALE_ATOM and quant.LEAST_SCALE == LEAST_SCALE
-    assert tuple(1 / (quant.SHARE * divisor) for divisor in quant.SEARCH) == SHARES_OF_LARGEST
-    assert (quant.SHARE, quant.SHARE / quant.E2M1_UNIT, quant.LEAST_BLOCK_SCALE) == (SHARE, UNITS, LEAST_BLOCK_SCALE)
+    assert (quant.SEARCH, 1 / quant.E2M1_UNIT) == (SEARCH, UNITS)
+    assert (quant.LEAST_BLOCK_SCALE, quant.LEAST_NORMAL) == (LEAST_BLOCK_SCALE, LEAST_NORMAL)
 
 
 def mantissas(count: int) -> np.ndarray:
@@ -171,13 +171,13 @@ def test_a_quotient_by_a_short_number_is_exact(divisor: float) -> None:
 
 
 def test_a_reciprocal_of_a_scale_is_exact_in_float16() -> None:
-    """For each of the neighbours that rcp.approx may give, of every unit of a block scale; none is subnormal."""
-    scales = formats.decode_e4m3(torch.arange(0x08, 0x7F).to(torch.uint8)).double().numpy()
-    units = scales * quant.SHARE / quant.E2M1_UNIT
+    """For each of the neighbours that rcp.approx may give, of every unit of a block scale, up to 4 / 4."""
+    scales = formats.decode_e4m3(torch.arange(quant.LEAST_NORMAL, 0x39).to(torch.uint8)).double().numpy()
+    units = scales / quant.E2M1_UNIT
     assert (units.astype(np.float16) == units).all()
     want = (1 / units).astype(np.float16)
     near = (1 / units).astype(np.float32)
-    for first in (near, np.nextafter(near, np.float32(64)), np.nextafter(near, np.float32(0))):
+    for first in (near, np.nextafter(near, np.float32(1)), np.nextafter(near, np.float32(0))):
         assert np.array_equal(first.astype(np.float16), want)
     assert want.min() >= 2.0**-14
 
@@ -259,7 +259,7 @@ FAULTS: dict[str, dict[str, Callable[[str], str]]] = {
         "an error is left out": swap(
             r"fma\.rn\.f16x2 (%r\d+), (%r\d+), (%r\d+), (%r\d+);", r"mov.b32 \1, \4;", 8),
         "a code is cut": everywhere("16777472", "0"),
-        "no least scale of a block": everywhere(r"max\.f32 (%r\d+), (%r\d+), %r\d+;", r"mov.b32 \1, \2;"),
+        "a scale below the normal ones": everywhere(r"setp\.lt\.s32(\s+%p\d+, %r\d+), 8;", r"setp.lt.s32\1, 1;"),
         "parts in the order of the loads": swap("8738", "0"),
         "no least scale": swap(r"max\.u32(\s+%r\d+, %r\d+), 37;", r"max.u32\1, 12;"),
         "a NaN keeps its sign": swap("2004318071", "-1"),
