@@ -252,6 +252,12 @@ class Tile:
         return max(n for n in range(1, most + 1) if self.fold_steps % n == 0)
 
     @property
+    def copy_parts(self) -> int:
+        """Parts of a fold that is encoded part by part: 16 rows a warp, where the blocks of a fold make up such."""
+        rows = ROW_BLOCK * self.warps
+        return self.rows // rows if self.rows % rows == 0 and rows % (self.fold_block * self.fold_rows) == 0 else 1
+
+    @property
     def fold_unroll(self) -> int:
         """Records that a fold takes an iteration: a power of two that makes up to 64 products a thread, at least 2."""
         most = 64 // (self.fold_block * self.vector * self.fold_chunks)

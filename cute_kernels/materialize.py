@@ -28,7 +28,7 @@ from cute_kernels.configs import SIZE_BYTES, StepKey, Tile
 from cute_kernels.dtypes import CUTLASS_DTYPE
 from cute_kernels.primitives.bulk import bulk_init, bulk_load, bulk_wait
 from cute_kernels.primitives.memory import EVICT_NORMAL, load_pair, load_shared, load_words, store_words, store_words_if
-from cute_kernels.records import LaneDecays, LaneRecords, TileMemory, fold_records, policy_of
+from cute_kernels.records import LaneDecays, LaneRecords, TileMemory, fold_staged, policy_of, stage_fold
 from cute_kernels.replay.channels import ChannelRecords, own_channels
 from cute_kernels.replay.cursor import RowCursor, load_slot
 from cute_kernels.replay.window import Place, address
@@ -139,7 +139,8 @@ def materialize_kernel(table: cute.Tensor, cursors: CursorTensors, rows: MoveTen
             if cutlass.const_expr(layer.stochastic and key.has_destination):
                 copy_seed(pool, source, destination, head, thread + place.first_row)
             if cursor.folds:
-                fold_records(pool, cursors, layer, place, cursor, decays, shared, to)
+                fold = stage_fold(pool, cursors, layer, place, cursor, decays, shared, to)
+                fold_staged(fold, shared.state, to, cursor.count, Int32(0))
             else:
                 bulk_wait(shared.arrival)
                 store_tile(thread, shared.state, to, tile)

@@ -25,7 +25,7 @@ from cute_kernels.replay.channels import ChannelRecords, fold_factors, own_chann
 from cute_kernels.replay.cursor import RowCursor
 from cute_kernels.replay.decay import decay_to_end
 from cute_kernels.replay.delta import columns
-from cute_kernels.replay.fold import FoldStage, FoldStatics, fold_tile, stage_record
+from cute_kernels.replay.fold import AHEAD, FoldStage, FoldStatics, fold_tile, prefetch_block, stage_record
 from cute_kernels.replay.noise import Noise
 from cute_kernels.replay.readout import ROW_LANES, OutputRows
 from cute_kernels.replay.window import LoadedRecord, Place, address, copy_row, load_key, load_scalar_if, load_values
@@ -330,7 +330,17 @@ def stage_channels(tensors: StepTensors, key: StepKey, place: Place, loads: RowL
         loads.decays.append(tensors.pool.decay, key.decay_dtype, tile, place, loads.cursor, decays)
 
 
-def fold_records(
+@dataclass(frozen=True)
+class StagedFold:
+    """A fold whose records are in shared memory: what `fold_tile` needs."""
+
+    stage: FoldStage
+    statics: FoldStatics
+    decays: cute.Tensor
+    noise: Noise | None
+
+
+def stage_fold(
     pool: PoolTensors,
     cursors: CursorTensors,
     key: StepKey,
@@ -339,21 +349,25 @@ def fold_records(
     decays: LaneDecays,
     shared: TileMemory,
     to: Any,
-) -> None:
-    """Fold the cursor's records into the tile in shared memory, or where that holds a copy into the checkpoint itself,
-    and write it to the checkpoint at address `to`.
+) -> StagedFold:
+    """Stage the cursor's records, to be folded into the tile in shared memory, or where that holds a copy into the
+    checkpoint itself at address `to`.
 
     Where channels decay by themselves, their decays must be staged already, the window ending with these records.
     """
     tile, size, ring_size = Tile.of(key), SIZE_BYTES[key.activation_dtype], SIZE_BYTES[key.record_dtype]
+    staged = key.read_dtype is None
     statics = FoldStatics(
         tile=tile,
         state_dtype=key.checkpoint_dtype,
         key_dtype="float32" if tile.channels else key.activation_dtype,
         value_dtype=key.record_dtype,
-        staged=key.read_dtype is None,
+        staged=staged,
+        parts=1 if staged else tile.copy_parts,
     )
     stage = FoldStage.of(tile, shared.state, shared.staging, place.thread)
+    for block in range(0 if staged else AHEAD):
+        prefetch_block(stage, statics, to, Int32(block))
     noise = Noise.load(pool.seed, cursors, cursor.slot, place)
     lane8 = place.lane % LANES_PER_RECORD
     for first in range(0, key.window, tile.records_per_pass):
@@ -372,5 +386,10 @@ def fold_records(
     columns_of = [decays.window]
     if tile.channels:
         columns_of = fold_factors(tile, shared.staging, tile.padded_window, stage.column_lane)
+    return StagedFold(stage, statics, columns([columns_of]), noise)
+
+
+def fold_staged(fold: StagedFold, state: Any, to: Any, count: Any, part: Any) -> None:
+    """Fold a part of a tile without probes; see `fold_tile`."""
     no_probes = columns([[Float32(0.0)]])
-    fold_tile(stage, statics, shared.state, to, cursor.count, columns([columns_of]), no_probes, noise)
+    fold_tile(fold.stage, fold.statics, state, to, count, fold.decays, no_probes, fold.noise, part)

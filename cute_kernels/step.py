@@ -183,7 +183,7 @@ def fold_row(tensors: StepTensors, key: StepKey, place: Place, loads: RowLoads, 
     slot, head = loads.cursor.slot, place.head
     checkpoint = address(tensors.pool.checkpoint, SIZE_BYTES[key.checkpoint_dtype], slot, head, place.first_row)
     decays = fold_factors(tile, shared.staging, tile.padded_window, stage.column_lane) if channels else [window.decay]
-    fold_tile(stage, statics, shared.state, checkpoint, loads.cursor.count, columns([decays]), probes, noise)
+    fold_tile(stage, statics, shared.state, checkpoint, loads.cursor.count, columns([decays]), probes, noise, Int32(0))
     if policy.value_needs_state:
         if not channels:
             append_folded_decay(tensors.pool, place, loads.cursor, gate)

@@ -50,14 +50,16 @@ from cute_kernels.primitives.convert import pack, unpack
 from cute_kernels.primitives.memory import EVICT_FIRST, EVICT_NORMAL, load_shared_floats, store_words_if
 from cute_kernels.primitives.mma import Fragment, float_fragment, lower_halves, mma_bf16, multiply, upper_halves
 from cute_kernels.primitives.reduce import transposing_sum
-from cute_kernels.records import LaneDecays, LaneRecords, TileMemory, fold_records
+from cute_kernels.records import LaneDecays, LaneRecords, TileMemory, fold_staged, stage_fold
 from cute_kernels.recurrences.base import Gate
 from cute_kernels.replay.channels import own_channels
 from cute_kernels.replay.codes import PROBE_SCALE, scales_probes
 from cute_kernels.replay.cursor import RowCursor, is_padding, load_force, load_slot, load_span
-from cute_kernels.replay.delta import correction
+from cute_kernels.replay.delta import columns, correction
 from cute_kernels.replay.draft import StateProbes, StateRows
+from cute_kernels.replay.fold import FoldStage, fold_tile
 from cute_kernels.replay.lanes import LONE_LANES, Channels
+from cute_kernels.replay.noise import Noise
 from cute_kernels.replay.quant import TILE_ROWS, CopyPlaces, clear_scales, encode_rows
 from cute_kernels.replay.window import Place, address, store_scalar_if
 from cute_kernels.scoring import Scoring
@@ -304,18 +306,46 @@ def lone_window(cta: Cta, cursor: RowCursor, loads: WindowLoads, weights: list[A
 
 
 @cute.jit
-def write_copy(cta: Cta, cursor: RowCursor):
-    """Make the copy of this CTA's rows from the checkpoint, 16 rows a warp; the last CTA clears padding scales."""
+def write_copy(cta: Cta, cursor: RowCursor, part: Int32, parts: cutlass.Constexpr):
+    """Make the copy of a part of this CTA's rows from the checkpoint, 16 rows a warp."""
     key, shape = cta.key, cta.copy_shape
     state = address(cta.tensors.pool.checkpoint, SIZE_BYTES[key.checkpoint_dtype], cursor.slot)
     places = CopyPlaces.of(cta.tensors.pool.copy, cursor.slot)
     first = cta.place.head * key.head_dim + cta.place.first_row
-    for tile in cutlass.range(cta.place.warp, cta.tile.rows // TILE_ROWS, cta.tile.warps, unroll=1):
+    tiles = cta.tile.rows // TILE_ROWS // parts
+    for tile in cutlass.range(part * tiles + cta.place.warp, (part + 1) * tiles, cta.tile.warps, unroll=1):
         encode_rows(shape, state, places, first + tile * TILE_ROWS, cta.place.lane)
+
+
+@cute.jit
+def clear_padding(cta: Cta, cursor: RowCursor):
+    """Clear the scales that pad the last atom, by the last CTA of a slot."""
+    key, shape = cta.key, cta.copy_shape
     if cutlass.const_expr(shape.tiles * TILE_ROWS > shape.rows):
-        if first + cta.tile.rows == shape.rows:
+        places = CopyPlaces.of(cta.tensors.pool.copy, cursor.slot)
+        if cta.place.head * key.head_dim + cta.place.first_row + cta.tile.rows == shape.rows:
             for tile in cutlass.range(shape.rows // TILE_ROWS + cta.place.warp, shape.tiles, cta.tile.warps, unroll=1):
                 clear_scales(shape, places, tile * TILE_ROWS, cta.place.lane)
+
+
+@cute.jit
+def fold_and_copy(
+    cta: Cta,
+    cursor: RowCursor,
+    stage: FoldStage,
+    decays: cute.Tensor,
+    noise: Noise | None,
+    to: Int64,
+    statics: cutlass.Constexpr,
+):
+    """Fold staged records into the checkpoint at `to` part by part, and make the copy of each while L2 has it: the
+    tiles of all CTAs together are more than fits there."""
+    no_probes = columns([[Float32(0.0)]])
+    for part in cutlass.range(statics.parts, unroll=1):
+        fold_tile(stage, statics, cta.memory.state, to, cursor.count, decays, no_probes, noise, part)
+        cta.sync()  # a lane encodes what others have folded
+        write_copy(cta, cursor, part, statics.parts)
+    clear_padding(cta, cursor)
 
 
 def state_probes(cta: Cta, probes: list[list[list[Uint32]]]) -> StateProbes:
@@ -361,10 +391,11 @@ def fold_head(cta: Cta, cursor: RowCursor, decays: LaneDecays | None, tiles: Any
     cute.arch.barrier()
     to = address(pool.checkpoint, size, cursor.slot, place.head, place.first_row)
     memory = replace(cta.memory, staging=tiles) if cta.shape.folds_over_tiles else cta.memory
-    fold_records(pool, cta.tensors.cursors, key, place, cursor, decays, memory, to)
-    if key.read_dtype is not None:
-        cute.arch.barrier()  # a warp encodes rows that others have folded
-        write_copy(cta, cursor)
+    fold = stage_fold(pool, cta.tensors.cursors, key, place, cursor, decays, memory, to)
+    if key.read_dtype is None:
+        fold_staged(fold, memory.state, to, cursor.count, Int32(0))
+    else:
+        fold_and_copy(cta, cursor, fold.stage, fold.decays, fold.noise, to, fold.statics)
 
 
 @cute.kernel

@@ -47,3 +47,9 @@ def bulk_load(
 def bulk_wait(barrier: Any, turn: Any = 0) -> None:
     """Wait until a copy on a barrier has arrived, where `turn` counts them modulo 2."""
     cute.arch.mbarrier_wait(barrier, turn)
+
+
+def bulk_prefetch_if(predicate: Any, address: Any, num_bytes: int) -> None:
+    """Have global memory brought to L2 where the predicate holds; address and size are multiples of 16."""
+    text = "{.reg .pred p; setp.ne.s32 p, {$r1}, 0; @p cp.async.bulk.prefetch.L2.global [{$r0}], %d;}" % num_bytes
+    cute.arch.inline_ptx(text, read_only_args=[address, Int32(predicate)])

@@ -10,6 +10,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_kernels.configs import LANES_PER_RECORD, WARP, Tile
+from cute_kernels.primitives.bulk import bulk_prefetch_if
 from cute_kernels.primitives.convert import pack, unpack
 from cute_kernels.primitives.memory import (
     EVICT_LAST,
@@ -25,6 +26,8 @@ from cute_kernels.primitives.reduce import transposed_place, transposing_sum
 from cute_kernels.replay.noise import Noise
 from cute_kernels.replay.window import LoadedRecord
 
+AHEAD = 2  # blocks of rows that are brought to L2 before they are read
+
 
 @dataclass(frozen=True)
 class FoldStatics:
@@ -32,6 +35,7 @@ class FoldStatics:
 
     Args:
         staged: whether the tile is in shared memory; else it is read where it is written.
+        parts: in which a tile is folded.
     """
 
     tile: Tile
@@ -39,6 +43,18 @@ class FoldStatics:
     key_dtype: str
     value_dtype: str
     staged: bool = True
+    parts: int = 1
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of rows of a part."""
+        return self.tile.fold_steps // self.tile.fold_block // self.parts
+
+    @property
+    def block_bytes(self) -> int:
+        """Of the CTA's block of rows in the checkpoint."""
+        tile = self.tile
+        return tile.fold_block * tile.fold_rows * tile.d_state * tile.state_size
 
 
 @dataclass(frozen=True)
@@ -138,8 +154,9 @@ def fold_tile(
     decays: cute.Tensor,
     probes: cute.Tensor,
     noise: Noise | None,
+    number: Int32,
 ):
-    """Fold the staged records into the tile and write it to the checkpoint.
+    """Fold the staged records into a part of the tile and write it to the checkpoint.
 
     Args:
         state: shared address of the tile [rows][K] as read from the checkpoint, where it is staged; receives products
@@ -149,13 +166,16 @@ def fold_tile(
         decays: product of the decays of all staged records, one for all columns or one for each of this thread's.
         probes: this thread's columns of each probe, one after the other, in registers.
         noise: of stochastic rounding, else None. The products are those of the state before it is rounded.
+        number: of the part, of `statics.parts`.
     """
     tile = statics.tile
     unroll = tile.fold_unroll
     columns = tile.vector * tile.fold_chunks
     row_bytes = tile.d_state * tile.state_size
     sums = cute.make_rmem_tensor((tile.fold_block * columns,), Float32)
-    for block in cutlass.range(tile.fold_steps // tile.fold_block, unroll=1):
+    for block in cutlass.range(number * statics.blocks, (number + 1) * statics.blocks, unroll=1):
+        if cutlass.const_expr(not statics.staged):
+            prefetch_block(stage, statics, checkpoint, block + AHEAD)
         first_row = stage.first_row + block * (tile.fold_block * tile.fold_rows)
         offset = first_row * row_bytes + stage.column_lane * 16
         for i in cutlass.range_constexpr(tile.fold_block):
@@ -199,6 +219,13 @@ def fold_tile(
             cute.arch.sync_warp()  # every lane has read the rows that the products are about to overwrite
         for p in cutlass.range_constexpr(tile.probes):
             store_products(stage, statics, dots[p], first_row, p)
+
+
+def prefetch_block(stage: FoldStage, statics: FoldStatics, checkpoint: Any, block: Any) -> None:
+    """Have a block of rows brought to L2, if the tile has it, by the first thread."""
+    first = Int32(stage.column_lane == 0) * Int32(stage.first_row == 0)
+    there = first * Int32(block < statics.blocks * statics.parts)
+    bulk_prefetch_if(there, checkpoint + Int64(block * statics.block_bytes), statics.block_bytes)
 
 
 def product_at(stage: FoldStage, tile: Tile, row: Any, probe: int) -> Int32:
