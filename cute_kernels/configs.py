@@ -127,7 +127,6 @@ class StepKey:
 
     @property
     def stochastic(self) -> bool:
-        """Whether a fold draws random words, by the slot's seed and number of folds."""
         return self.rounding == "stochastic"
 
     @property
@@ -250,12 +249,6 @@ class Tile:
         """Rows that one thread folds at a time."""
         most = max(1, self.fold_values // (self.vector * self.fold_chunks))
         return max(n for n in range(1, most + 1) if self.fold_steps % n == 0)
-
-    @property
-    def copy_parts(self) -> int:
-        """Parts of a fold that is encoded part by part: 16 rows a warp, where the blocks of a fold make up such."""
-        rows = ROW_BLOCK * self.warps
-        return self.rows // rows if self.rows % rows == 0 and rows % (self.fold_block * self.fold_rows) == 0 else 1
 
     @property
     def fold_unroll(self) -> int:

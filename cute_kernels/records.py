@@ -363,7 +363,7 @@ def stage_fold(
         key_dtype="float32" if tile.channels else key.activation_dtype,
         value_dtype=key.record_dtype,
         staged=staged,
-        parts=1 if staged else tile.copy_parts,
+        parts=1 if staged else FoldStatics.copy_parts(tile),
     )
     stage = FoldStage.of(tile, shared.state, shared.staging, place.thread)
     for block in range(0 if staged else AHEAD):

@@ -307,23 +307,16 @@ def lone_window(cta: Cta, cursor: RowCursor, loads: WindowLoads, weights: list[A
 
 @cute.jit
 def write_copy(cta: Cta, cursor: RowCursor, part: Int32, parts: cutlass.Constexpr):
-    """Make the copy of a part of this CTA's rows from the checkpoint, 16 rows a warp."""
+    """Make the copy of a part of this CTA's rows from the checkpoint, 16 rows a warp; with its last part the last CTA
+    clears padding scales."""
     key, shape = cta.key, cta.copy_shape
     state = address(cta.tensors.pool.checkpoint, SIZE_BYTES[key.checkpoint_dtype], cursor.slot)
     places = CopyPlaces.of(cta.tensors.pool.copy, cursor.slot)
-    first = cta.place.head * key.head_dim + cta.place.first_row
-    tiles = cta.tile.rows // TILE_ROWS // parts
+    first, tiles = cta.place.head * key.head_dim + cta.place.first_row, cta.tile.rows // TILE_ROWS // parts
     for tile in cutlass.range(part * tiles + cta.place.warp, (part + 1) * tiles, cta.tile.warps, unroll=1):
         encode_rows(shape, state, places, first + tile * TILE_ROWS, cta.place.lane)
-
-
-@cute.jit
-def clear_padding(cta: Cta, cursor: RowCursor):
-    """Clear the scales that pad the last atom, by the last CTA of a slot."""
-    key, shape = cta.key, cta.copy_shape
     if cutlass.const_expr(shape.tiles * TILE_ROWS > shape.rows):
-        places = CopyPlaces.of(cta.tensors.pool.copy, cursor.slot)
-        if cta.place.head * key.head_dim + cta.place.first_row + cta.tile.rows == shape.rows:
+        if (first + cta.tile.rows == shape.rows) & (part + 1 == parts):
             for tile in cutlass.range(shape.rows // TILE_ROWS + cta.place.warp, shape.tiles, cta.tile.warps, unroll=1):
                 clear_scales(shape, places, tile * TILE_ROWS, cta.place.lane)
 
@@ -345,7 +338,6 @@ def fold_and_copy(
         fold_tile(stage, statics, cta.memory.state, to, cursor.count, decays, no_probes, noise, part)
         cta.sync()  # a lane encodes what others have folded
         write_copy(cta, cursor, part, statics.parts)
-    clear_padding(cta, cursor)
 
 
 def state_probes(cta: Cta, probes: list[list[list[Uint32]]]) -> StateProbes:

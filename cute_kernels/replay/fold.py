@@ -9,7 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from cute_kernels.configs import LANES_PER_RECORD, WARP, Tile
+from cute_kernels.configs import LANES_PER_RECORD, ROW_BLOCK, WARP, Tile
 from cute_kernels.primitives.bulk import bulk_prefetch_if
 from cute_kernels.primitives.convert import pack, unpack
 from cute_kernels.primitives.memory import (
@@ -44,6 +44,12 @@ class FoldStatics:
     value_dtype: str
     staged: bool = True
     parts: int = 1
+
+    @classmethod
+    def copy_parts(cls, tile: Tile) -> int:
+        """Parts of a fold whose copy is made part by part: 16 rows a warp, where blocks of rows make up such."""
+        rows = ROW_BLOCK * tile.warps
+        return tile.rows // rows if tile.rows % rows == 0 and rows % (tile.fold_block * tile.fold_rows) == 0 else 1
 
     @property
     def blocks(self) -> int:

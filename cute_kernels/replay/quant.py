@@ -345,7 +345,8 @@ def encode_tile(shape: CopyShape, here: Any, to: CopyPlaces, row: Any, part: Any
     A lane loads what it encodes next before it encodes, so that a warp waits less.
     """
     steps, step_bytes = TILE_ROWS // shape.rows_at_once, shape.rows_at_once * shape.row_bytes
-    turn, scales, largest = turn_of(shape, lane), [], Float32(0.0)
+    turn, largest = turn_of(shape, lane), Float32(0.0)
+    scales: list[Int32] = []
     ahead = load_values(shape, here, turn)
     for step in range(steps):
         values = ahead
