@@ -154,8 +154,8 @@ def prune_wasteful(rows: int, multiprocessors: int) -> Prune:
       2026-11-30).
     * More CTAs a head where fewer give every multiprocessor one: each repeats the work on the window (at batch 1 to 8
       equal or up to 26 % slower, 2026-11-29), unless their tiles are too large for two of them on a multiprocessor.
-    * Several heads a CTA where that leaves a multiprocessor without one, or with another fold than the first candidate's,
-      which the heads do not touch.
+    * Several heads a CTA where that leaves a multiprocessor without one, or with another fold than the first has, which
+      heads do not touch.
     * A share of the registers that no kernel exceeds, which changes nothing, or that every one does, which spills.
 
     The first candidate is kept. `replayssm tune --no-prune` tries everything.
