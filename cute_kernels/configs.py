@@ -7,8 +7,7 @@ from typing import Literal
 
 SIZE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 CODE_BITS = {"nvfp4": 4, "mxfp8": 8, "float8_e4m3fn": 8, "int8": 8, "bfloat16": 16, "float16": 16}
-WARP = 32
-LANES_PER_RECORD = 8
+WARP, LANES_PER_RECORD = 32, 8
 THREADS = 128  # of a CTA of the kernels that have no configuration
 ROW_BLOCK = 16  # rows of a product of several tokens
 MOST_TILES = 2  # of a CTA at a time
@@ -101,10 +100,9 @@ class RowOptions:
 class StepKey:
     """Everything that one compiled step kernel depends on, beside the architecture.
 
-    `ring_layout` is "record_major" or "head_major" where the axes within a slot are packed in that order, else
-    "strided". `value_dtype`, the activations' when None, and `decay_dtype` are those of the rings, `read_dtype` that of
-    the copy that the step reads, None for the checkpoint. With `cu_seqlens` rows may have fewer than `num_tokens`.
-    `rounding` is that of folded states, "nearest" or, to 16 bits, "stochastic".
+    `ring_layout` is "record_major" or "head_major" where a slot's axes are packed in that order, else "strided";
+    `value_dtype`, the activations' when None, and `decay_dtype` are those of the rings, `read_dtype` that of the copy
+    that is read, or None; `rounding` is "nearest" or "stochastic". With `cu_seqlens` rows may have fewer tokens.
     """
 
     num_v_heads: int
@@ -124,10 +122,6 @@ class StepKey:
     num_tokens: int = 1
     read_dtype: str | None = None
     rounding: str = "nearest"
-
-    @property
-    def stochastic(self) -> bool:
-        return self.rounding == "stochastic"
 
     @property
     def drafts(self) -> bool:

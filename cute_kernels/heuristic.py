@@ -113,7 +113,7 @@ def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
         if key.drafts:
             held = nvfp4 and key.probes == 1 and key.num_tokens > 1
             ctas = min(room(candidate), MULTIPROCESSOR_REGISTERS // (tile.threads * HELD_REGISTERS)) if held else 1
-        elif key.stochastic and key.probes == 1:
+        elif key.rounding == "stochastic" and key.probes == 1:
             ctas = min(room(candidate), MULTIPROCESSOR_REGISTERS // (tile.threads * DRAWING_REGISTERS))
         else:
             ctas = room(candidate) if channels and room(candidate) <= MOST_LARGE_CTAS else 1

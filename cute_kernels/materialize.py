@@ -70,7 +70,7 @@ def layer_tensors(table: cute.Tensor, layer: Any, key: StepKey) -> tuple[PoolTen
         value=tensor(key.record_dtype, *words[4:8], 1),
         key=tensor(key.activation_dtype, *words[8:12], 1),
         decay=tensor(key.decay_dtype, *words[12:16], *channel),
-        seed=tensor("int64", words[3], 1) if key.stochastic else None,
+        seed=tensor("int64", words[3], 1) if key.rounding == "stochastic" else None,
     )
     return pool, tensor("float32", words[2], 1)
 
@@ -136,7 +136,7 @@ def materialize_kernel(table: cute.Tensor, cursors: CursorTensors, rows: MoveTen
             decays = load_decays(pool, rate, layer, place, cursor, shared)
             if cutlass.const_expr(tile.channels):
                 cute.arch.barrier()
-            if cutlass.const_expr(layer.stochastic and key.has_destination):
+            if cutlass.const_expr(layer.rounding == "stochastic" and key.has_destination):
                 copy_seed(pool, source, destination, head, thread + place.first_row)
             if cursor.folds:
                 fold = stage_fold(pool, cursors, layer, place, cursor, decays, shared, to)
@@ -168,7 +168,7 @@ def fake_arguments(key: MaterializeKey) -> tuple[Any, ...]:
         destination=fake_vector(index, batch) if key.has_destination else None,
         num_records=fake_vector("int32", batch) if key.has_num_records else None,
     )
-    cursors = fake_cursors(slots, key.layer.stochastic)
+    cursors = fake_cursors(slots, key.layer.rounding == "stochastic")
     return table, cursors, rows, key, make_fake_stream(use_tvm_ffi_env_stream=True)
 
 

@@ -25,7 +25,7 @@ from cute_kernels.replay.channels import ChannelRecords, fold_factors, own_chann
 from cute_kernels.replay.cursor import RowCursor
 from cute_kernels.replay.decay import decay_to_end
 from cute_kernels.replay.delta import columns
-from cute_kernels.replay.fold import AHEAD, FoldStage, FoldStatics, fold_tile, prefetch_block, stage_record
+from cute_kernels.replay.fold import FoldStage, FoldStatics, fold_tile, stage_record
 from cute_kernels.replay.noise import Noise
 from cute_kernels.replay.readout import ROW_LANES, OutputRows
 from cute_kernels.replay.window import LoadedRecord, Place, address, copy_row, load_key, load_scalar_if, load_values
@@ -366,8 +366,6 @@ def stage_fold(
         parts=1 if staged else FoldStatics.copy_parts(tile),
     )
     stage = FoldStage.of(tile, shared.state, shared.staging, place.thread)
-    for block in range(0 if staged else AHEAD):
-        prefetch_block(stage, statics, to, Int32(block))
     noise = Noise.load(pool.seed, cursors, cursor.slot, place)
     lane8 = place.lane % LANES_PER_RECORD
     for first in range(0, key.window, tile.records_per_pass):

@@ -386,7 +386,7 @@ def fake_arguments(key: StepKey) -> tuple[Any, ...]:
         value=ring(CUTLASS_DTYPE[key.record_dtype], hv, (v,), 16),
         key=ring(activation, hk, (k,), 16),
         decay=ring(CUTLASS_DTYPE[key.decay_dtype], hv, *(((k,), 16) if channels else ((), 4))),
-        seed=fake_vector("int64", slots) if key.stochastic else None,
+        seed=fake_vector("int64", slots) if key.rounding == "stochastic" else None,
         **({} if key.read_dtype is None else _fake_copy(slots, key)),
     )
     rows = RowTensors(
@@ -411,7 +411,7 @@ def fake_arguments(key: StepKey) -> tuple[Any, ...]:
         inputs = Mamba2Tensors(x=values(), dt=scalars(options.dt_dtype), B=keys(), C=keys(), z=z)
         parameters = Mamba2Parameters(vector("float32"), vector(options.D_dtype), vector(options.dt_bias_dtype))
     out = rows_of(activation, (hv, v), 16)
-    cursors, stream = fake_cursors(slots, key.stochastic), make_fake_stream(use_tvm_ffi_env_stream=True)
+    cursors, stream = fake_cursors(slots, key.rounding == "stochastic"), make_fake_stream(use_tvm_ffi_env_stream=True)
     return pool, cursors, rows, inputs, parameters, out, Int32(-1), key, stream
 
 

@@ -180,7 +180,7 @@ def fold_tile(
     row_bytes = tile.d_state * tile.state_size
     sums = cute.make_rmem_tensor((tile.fold_block * columns,), Float32)
     for block in cutlass.range(number * statics.blocks, (number + 1) * statics.blocks, unroll=1):
-        if cutlass.const_expr(not statics.staged):
+        if cutlass.const_expr(not statics.staged and not tile.channels):  # there it costs registers, which spill
             prefetch_block(stage, statics, checkpoint, block + AHEAD)
         first_row = stage.first_row + block * (tile.fold_block * tile.fold_rows)
         offset = first_row * row_bytes + stage.column_lane * 16
