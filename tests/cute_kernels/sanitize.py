@@ -67,9 +67,20 @@ STEPS: dict[str, tuple[Scene, dict[str, object]]] = {
         )
     },
     **{
-        f"{kind}, {tokens} tokens, copy in {read}": (busy_scene(replace(base, T=tokens), read_dtype=read), {})
+        f"{kind}, {tokens} tokens, copy in {read}": (
+            busy_scene(replace(base, T=tokens, window=max(base.window, tokens)), read_dtype=read),
+            {},
+        )
         for kind, base in BASES.items()
         for tokens, read in ((1, "nvfp4"), (4, "mxfp8"), (9, torch.int8))
+    },
+    **{
+        f"{kind}, {tokens} tokens, several heads a CTA": (
+            busy_scene(replace(BASES[kind], HV=4, HK=1, T=tokens), read_dtype="nvfp4"),
+            {"config": StepConfig(warps=1, heads=4)},
+        )
+        for kind in ("mamba2", "gdn")
+        for tokens in (1, 4)
     },
     **{f"{kind}, up to 4 tokens": (ragged(busy_scene(replace(base, T=4))), {}) for kind, base in BASES.items()},
 }
