@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+TENSOR_COLUMNS = 512  # of the tensor memory of a multiprocessor of sm_100 and sm_103
+
 
 @dataclass(frozen=True)
 class Arch:
@@ -12,13 +14,18 @@ class Arch:
     Args:
         name: the compiler's name, e.g. "sm_90a".
         smem_bytes: shared memory that one CTA may take.
+        tensor_columns: of the tensor memory of a multiprocessor; 0 where there is none.
     """
 
     name: str
     smem_bytes: int = 227 * 1024
+    tensor_columns: int = 0
 
 
-ARCHES = {arch.name: arch for arch in (Arch("sm_90a"), Arch("sm_100a"), Arch("sm_103a"))}
+ARCHES = {
+    arch.name: arch
+    for arch in (Arch("sm_90a"), *(Arch(name, tensor_columns=TENSOR_COLUMNS) for name in ("sm_100a", "sm_103a")))
+}
 _BY_CAPABILITY = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
 
 

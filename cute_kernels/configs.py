@@ -10,9 +10,10 @@ CODE_BITS = {"nvfp4": 4, "mxfp8": 8, "float8_e4m3fn": 8, "int8": 8, "bfloat16": 
 WARP, LANES_PER_RECORD = 32, 8
 THREADS = 128  # of a CTA of the kernels that have no configuration
 ROW_BLOCK = 16  # rows of a product of several tokens
-MOST_TILES = 2  # of a CTA at a time
+TENSOR_WARPS = 4  # of a CTA whose readout is that of tcgen05: each reaches a quarter of tensor memory
 RingLayout = Literal["record_major", "head_major", "strided"]
 Precision = Literal["fp32", "tf32", "bf16"]
+Readout = Literal["mma", "tcgen05"]
 TERMS: dict[Precision, int] = {"fp32": 3, "tf32": 2, "bf16": 1}
 
 
@@ -22,13 +23,16 @@ class StepConfig:
 
     Args:
         split: CTAs that share the V rows of one head.
-        warps: of a CTA: 4 or 8, and for several tokens, or where a copy is read, also 1 or 2.
+        warps: of a CTA: 4 or 8, and for several tokens, or where a copy is read, also 1 or 2. With "tcgen05" of a head,
+            1, 2 or 4: a CTA then has 4, of as many heads.
         ctas: CTAs that the registers of a multiprocessor must have room for; 1 leaves it to the compiler.
         fold_values: state values that a thread of a fold keeps in registers at a time.
         precision: of the products of several tokens, on tensor cores: a float32 factor becomes the sum of 3 bfloat16
             terms ("fp32", all of its 24 bits), of 2 ("tf32", 16 bits, more than TF32 has) or 1 ("bf16", 8 bits).
             Sums are float32, and a 16-bit factor is never rounded. One token's products are always float32.
         heads: of one key head that a CTA takes one after the other, where a copy is read: it scores the records once.
+        readout: what multiplies the state by several tokens' probes: "mma", registers of all warps, or "tcgen05",
+            tensor memory (`operands.OperandShape` says what precision means there).
     """
 
     split: int = 1
@@ -37,6 +41,7 @@ class StepConfig:
     fold_values: int = 16
     precision: Precision = "fp32"
     heads: int = 1
+    readout: Readout = "mma"
 
 
 @dataclass(frozen=True)
@@ -127,6 +132,16 @@ class StepKey:
     def drafts(self) -> bool:
         """Whether the kernel of several tokens runs, rather than that of one, which reads no copies."""
         return self.num_tokens > 1 or self.rows.has_cu_seqlens or self.read_dtype is not None
+
+    @property
+    def heads_together(self) -> int:
+        """Heads of one key group that a CTA works on, each with warps of its own."""
+        return TENSOR_WARPS // self.config.warps if self.config.readout == "tcgen05" else 1
+
+    @property
+    def threads(self) -> int:
+        """Of a CTA."""
+        return self.heads_together * self.config.warps * WARP
 
     @property
     def record_dtype(self) -> str:
@@ -299,102 +314,3 @@ class Tile:
     @property
     def smem_bytes(self) -> int:
         return self.bytes + self.staging_bytes + 16
-
-
-@dataclass(frozen=True)
-class DraftShape:
-    """Sizes of the products of several tokens, derived from a key.
-
-    Vectors go to the tensor cores in blocks of 8. The probe blocks are those of the queries, then with two probes those
-    of the keys. A score is a probe's product with a record's key; the columns of the scores are the window, padded to
-    whole 16s, then the tokens.
-    """
-
-    tokens: int
-    probes: int
-    window: int
-    terms: int
-    channels: bool
-    warps: int
-    heads: int
-    copies: bool
-
-    @classmethod
-    def of(cls, key: StepKey) -> DraftShape:
-        config = key.config
-        return cls(
-            tokens=key.num_tokens,
-            probes=key.probes,
-            window=key.window,
-            terms=TERMS[config.precision],
-            channels=isinstance(key.options, KdaOptions),
-            warps=config.warps,
-            heads=config.heads,
-            copies=key.read_dtype is not None,
-        )
-
-    @property
-    def keeps_raw(self) -> bool:
-        """Whether scores lie in shared memory as they are too, beside those that a head has weighed."""
-        return self.heads > 1 and self.tokens > 1
-
-    @property
-    def token_blocks(self) -> int:
-        return -(-self.tokens // 8)
-
-    @property
-    def probe_blocks(self) -> int:
-        return self.probes * self.token_blocks
-
-    @property
-    def window_columns(self) -> int:
-        return -(-self.window // 16) * 16
-
-    @property
-    def record_blocks(self) -> int:
-        """Blocks of keys that are scored: of the window, then of the tokens."""
-        return self.window_columns // 8 + self.token_blocks
-
-    @property
-    def score_stride(self) -> int:
-        """Floats between the scores of two probes: 8 more than a multiple of 32, so that 8 rows lie in all banks."""
-        return -(-(self.window_columns + 8 * self.token_blocks - 8) // 32) * 32 + 8
-
-    @property
-    def lone_columns(self) -> int:
-        """Columns of a product that the terms of one token's probe take, a power of two."""
-        return 2 if self.terms <= 2 else 4
-
-    @property
-    def scores_bytes(self) -> int:
-        return self.probe_blocks * 8 * self.score_stride * 4
-
-    @property
-    def between_bytes(self) -> int:
-        """Shared memory of what passes between tokens: decays [token block][token][token], or where channels decay by
-        themselves the scores that each warp has summed over its channels, [warp][token][probe][token]."""
-        tables = self.probes * self.warps if self.channels else self.token_blocks
-        return -(-tables * self.tokens * self.tokens * 4 // 16) * 16
-
-    def vectors_bytes(self, tile: Tile) -> int:
-        """Shared memory of the probes as the state meets them, where channels decay by themselves: [term][probe][K]."""
-        vectors = self.probe_blocks * (8 if self.tokens > 1 else 1)
-        return self.terms * vectors * tile.staged_vector_bytes if self.channels else 0
-
-    @property
-    def tiles(self) -> int:
-        """Tiles that a CTA keeps: the one that is read and the next."""
-        return min(self.heads, MOST_TILES)
-
-    @property
-    def folds_over_tiles(self) -> bool:
-        """Whether a fold stages its records where the tiles were: copies, which no fold reads. Decays by channel are
-        staged beside the tile, and a fold needs them."""
-        return self.copies and not self.channels
-
-    def staging_bytes(self, tile: Tile) -> int:
-        """Shared memory behind the tiles: decays by channel, scores, what is between tokens, probes; later a fold's
-        records."""
-        own = tile.channel_bytes + self.scores_bytes + self.between_bytes + self.vectors_bytes(tile)
-        own += self.scores_bytes if self.keeps_raw else 0
-        return max(own, tile.staging_bytes - (self.tiles * tile.bytes if self.folds_over_tiles else 0))

@@ -103,8 +103,8 @@ class HeadLoads:
         gate = load_gate(cta) if gate is None else gate
 
         def of_tokens(tensor: cute.Tensor | None) -> list[Any]:
-            tokens = [] if tensor is None else cta.own(0)[: 2 * shape.token_blocks] if shape.tokens > 1 else [Int32(0)]
-            having = cta.channels if shape.tokens > 1 else cta.lone
+            tokens = [] if tensor is None else [Int32(0)] if shape.lone else cta.own(0)[: 2 * shape.token_blocks]
+            having = cta.lone if shape.lone else cta.channels
             where = [cta.input_place(tensor, t, place.head, cta.first_channel) for t in tokens]
             return [
                 having.load(cta.is_token(t), w, cta.key.activation_dtype) for t, w in zip(tokens, where, strict=True)
@@ -184,7 +184,7 @@ class Ahead:
             decays = ChannelRecords.load(cta.tensors.pool.decay, key.decay_dtype, cta.tile, place, cursor)
         else:
             decays = LaneRecords.load(cta.tensors.pool, key, place, cursor)
-        if key.read_dtype in SCALED:
+        if key.read_dtype in SCALED and not cta.operands:
             head = place.head * key.head_dim + place.first_row
             rows = [(head + row, ahead) for row, ahead in cta.channels.runs]
             places = CopyPlaces.of(cta.tensors.pool.copy, cursor.slot)

@@ -9,7 +9,9 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
 from cute_kernels.args import StepTensors
-from cute_kernels.configs import SIZE_BYTES, DraftShape, StepKey, Tile
+from cute_kernels.configs import SIZE_BYTES, StepKey, Tile
+from cute_kernels.draft_shape import DraftShape
+from cute_kernels.operands import OperandShape
 from cute_kernels.primitives.arithmetic import select
 from cute_kernels.primitives.bulk import bulk_load
 from cute_kernels.records import TileMemory, policy_of
@@ -18,6 +20,7 @@ from cute_kernels.replay.cursor import RowCursor
 from cute_kernels.replay.draft import Scores, StagedVectors, Vectors
 from cute_kernels.replay.lanes import Channels, LoneChannels
 from cute_kernels.replay.quant import CopyShape
+from cute_kernels.replay.tensor import Operands
 from cute_kernels.replay.window import Place, address
 
 
@@ -59,16 +62,18 @@ class Cta:
         memory = replace(self.memory, state=self.memory.state + index % self.shape.tiles * self.tile.bytes)
         return replace(self, place=replace(self.place, head=self.place.head + index), memory=memory)
 
-    def start_tile(self, slot: Any, arrival: Any, index: Any, policy: Any) -> None:
-        """Start the copy of the tile that a head reads, of the checkpoint or of its copy."""
-        at, size = self.at_head(index), SIZE_BYTES[self.key.checkpoint_dtype]
-        source = self.tensors.pool.checkpoint
+    def source(self, slot: Any) -> Int64:
+        """Where the tile that the head reads is, of the checkpoint or of its copy."""
+        tensor, size = self.tensors.pool.checkpoint, SIZE_BYTES[self.key.checkpoint_dtype]
         if self.key.read_dtype is not None:
-            source = self.tensors.pool.copy.codes
-            size = source.element_type.width // 8
-        where = address(source, size, slot, at.place.head, at.place.first_row)
-        barrier = arrival + index % self.shape.tiles
-        bulk_load(self.place.thread, at.memory.state, where, barrier, policy, self.tile.bytes)
+            tensor = self.tensors.pool.copy.codes
+            size = tensor.element_type.width // 8
+        return address(tensor, size, slot, self.place.head, self.place.first_row)
+
+    def start_tile(self, slot: Any, arrival: Any, index: Any, policy: Any) -> None:
+        """Start the copy of a head's tile."""
+        at, barrier = self.at_head(index), arrival + index % self.shape.tiles
+        bulk_load(self.place.thread, at.memory.state, at.source(slot), barrier, policy, self.tile.bytes)
 
     def sync(self) -> None:
         """Wait for the CTA's warps."""
@@ -81,6 +86,13 @@ class Cta:
     def lone(self) -> LoneChannels:
         """The channels whose outputs this lane writes where there is one token."""
         return LoneChannels.of(self.tile, self.place, self.channels)
+
+    @property
+    def operands(self) -> Operands | None:
+        """State and probes where tcgen05 multiplies them; None where mma.sync does."""
+        if self.key.config.readout == "mma":
+            return None
+        return Operands(OperandShape.of(self.key), self.memory.state, cute.arch.thread_idx()[0])
 
     @property
     def copy_shape(self) -> CopyShape:
@@ -116,15 +128,17 @@ class Cta:
         return self.vectors([words for probe in loaded for words in probe], rows * self.shape.probes)
 
     @property
-    def staged(self) -> StagedVectors:
+    def staged(self) -> StagedVectors | Operands:
         """The probes as the state meets them, where channels decay by themselves."""
+        if self.operands:
+            return self.operands
         base = self.scores.base + self.shape.scores_bytes + self.shape.between_bytes
         return StagedVectors(base, self.tile, self.shape.probe_blocks, self.place.lane)
 
     @property
     def probe_tokens(self) -> list[Any]:
         """The token whose part this lane has in each block of probes; every lane that of the only one."""
-        if self.shape.tokens == 1:
+        if self.shape.lone:
             return [Int32(0)]
         return [b * 8 + self.place.lane // 4 for b in range(self.shape.token_blocks)]
 
@@ -143,7 +157,7 @@ class Cta:
     @property
     def first_channel(self) -> Any:
         """The channel of V where this lane's loads and stores begin: its first, or the tile's for `LoneChannels`."""
-        return self.place.first_row + (0 if self.shape.tokens == 1 else self.channels.first)
+        return self.place.first_row + (0 if self.shape.lone else self.channels.first)
 
     def input_place(self, tensor: cute.Tensor, token: Any, *index: Any) -> Int64:
         """Where a token's part of an input or the output begins."""

@@ -4,17 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cute_kernels.arch import Arch
-from cute_kernels.configs import (
-    ROW_BLOCK,
-    TERMS,
-    DraftShape,
-    KdaOptions,
-    Precision,
-    StepConfig,
-    StepKey,
-    Tile,
-)
+from cute_kernels.arch import TENSOR_COLUMNS, Arch
+from cute_kernels.configs import ROW_BLOCK, TERMS, KdaOptions, Precision, StepConfig, StepKey, Tile
+from cute_kernels.draft_shape import DraftShape
+from cute_kernels.operands import OperandShape, unfit_reason
 
 LARGEST_TILE_BYTES, LARGEST_CHANNEL_TILE_BYTES = 40 * 1024, 64 * 1024
 MULTIPROCESSOR_SMEM_BYTES, RESERVED_SMEM_BYTES = 228 * 1024, 1024  # of sm_90 to sm_103; the latter of each CTA
@@ -22,19 +15,25 @@ MULTIPROCESSOR_THREADS, MULTIPROCESSOR_CTAS = 2048, 32
 MULTIPROCESSOR_REGISTERS, HELD_REGISTERS = 65536, 128  # the latter of a thread
 DRAWING_REGISTERS = 64  # likewise, of a step that rounds stochastically
 MOST_LARGE_CTAS = 2
-ENOUGH_CTAS = 900  # about 7 on each of an H200's multiprocessors
+FEW_CTAS, ENOUGH_CTAS = 264, 900  # about 2 and 7 on each of an H200's multiprocessors
 
 
 def smem_bytes(key: StepKey) -> int:
     """Shared memory of a CTA, and some for alignment."""
     tile, shape = Tile.of(key), DraftShape.of(key)
-    return shape.tiles * (tile.bytes + 8) + shape.staging_bytes(tile) + 8 if key.drafts else tile.smem_bytes
+    if not key.drafts:
+        return tile.smem_bytes
+    if shape.tensor:
+        return OperandShape.of(key).bytes + key.heads_together * shape.staging_bytes(tile) + 16
+    return shape.tiles * (tile.bytes + 8) + shape.staging_bytes(tile) + 8
 
 
 def room(key: StepKey) -> int:
-    """CTAs that a multiprocessor has threads and shared memory for, and takes at all."""
+    """CTAs that a multiprocessor has threads, shared and tensor memory for, and takes at all."""
     by_memory = MULTIPROCESSOR_SMEM_BYTES // (smem_bytes(key) + RESERVED_SMEM_BYTES)
-    return max(1, min(by_memory, MULTIPROCESSOR_THREADS // Tile.of(key).threads, MULTIPROCESSOR_CTAS))
+    if key.config.readout == "tcgen05":
+        by_memory = min(by_memory, TENSOR_COLUMNS // OperandShape.of(key).columns)
+    return max(1, min(by_memory, MULTIPROCESSOR_THREADS // key.threads, MULTIPROCESSOR_CTAS))
 
 
 def invalid_reason(key: StepKey, arch: Arch) -> str | None:
@@ -55,13 +54,28 @@ def invalid_reason(key: StepKey, arch: Arch) -> str | None:
         return f"warps: {tile.rows} rows are not a multiple of those that {config.warps} warps take at once"
     if config.heads < 1 or (key.num_v_heads // key.num_k_heads) % config.heads:
         return f"heads: {key.num_v_heads // key.num_k_heads} of a key head do not go by {config.heads}"
-    if config.heads > 1 and (config.split > 1 or key.read_dtype is None):
-        return f"heads: supported is 1 where heads are split or no copy is read, got {config.heads}"
+    if config.heads > 1 and (config.split > 1 or key.read_dtype is None or config.readout != "mma"):
+        return f"heads: supported is 1 where heads are split, no copy is read or tcgen05 reads, got {config.heads}"
     if config.precision not in TERMS:
         return f"precision: supported are {', '.join(TERMS)}, got {config.precision}"
+    if config.readout == "tcgen05" and (reason := unfit_reason(key, arch.tensor_columns)):
+        return reason
     needed = smem_bytes(key)
     if needed > arch.smem_bytes:
         return f"shared memory: {needed} bytes, {arch.name} has {arch.smem_bytes}; raise split"
+    return None
+
+
+def on_tensor_memory(key: StepKey, arch: Arch) -> StepKey | None:
+    """The same with the readout of tcgen05 and as few warps a head as fit, or None if it does not serve the key.
+
+    A CTA has then up to 64 KiB of the state: two or three of them on a multiprocessor have most of it under way.
+    """
+    for warps in (1, 2, 4):
+        candidate = replace(key, config=replace(key.config, warps=warps, heads=1, readout="tcgen05"))
+        small = candidate.heads_together * Tile.of(candidate).bytes <= LARGEST_CHANNEL_TILE_BYTES
+        if warps >= key.config.warps and small and not invalid_reason(candidate, arch):
+            return candidate
     return None
 
 
@@ -76,7 +90,8 @@ def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
 
     Products on tensor cores take few warps, since all of them wait for the scores of all: 32 rows a warp, 64 of codes,
     128 of NVFP4 and one token (Super, batch 256, 8 tokens: 316 us with 4 warps, 282 with 2; GDN 122B, NVFP4: 85 with 2,
-    80 with 1). They are as precise as what is made of them: 16 bits for outputs and records of 16 bits.
+    80 with 1), but 16 where there is no other CTA to fill a multiprocessor (Super, NVFP4, batch 1: 6.7 -> 6.1). They
+    are as precise as what is made of them: 16 bits for outputs and records of 16 bits.
 
     With an NVFP4 copy scoring the records is as much work as a head, so a CTA takes several of a key head as long as
     there are enough CTAs (Super, batch 256: 73 -> 63 us with 8 heads, of 8 tokens 103 -> 89; batch 32: 16.0 -> 14.3
@@ -89,6 +104,8 @@ def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
 
     Stochastic rounding takes a 16-bit step of Mamba-2 from 62 to 66 registers, which leave room for a CTA fewer. Told
     to leave room for 8, the compiler keeps to 64, without spills (sm_90a, compiled 2026-11-30, not timed).
+
+    Where the architecture has tcgen05 and it serves the key, it reads the state of several tokens (docs/blackwell.md).
 
     A float32 checkpoint leaves registers to fold 32 values at a time. With two probes shared memory limits the CTAs
     before registers do, and a 16-bit one folds as many (GDN at batch 256: 403 -> 353 us, non-flush 135.6 and 135.5).
@@ -103,15 +120,19 @@ def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
         tile = Tile.of(candidate)
         if key.drafts:
             rows = 32 if tile.read_bits >= 16 else 128 if nvfp4 and key.num_tokens == 1 else 64
+            if nvfp4 and key.probes == key.num_tokens == 1 and batch * key.num_v_heads < FEW_CTAS:
+                rows = ROW_BLOCK
             warps = 1 << max(0, (tile.rows // rows).bit_length() - 1)
             candidate = replace(candidate, config=replace(candidate.config, warps=warps))
+            candidate = on_tensor_memory(candidate, arch) or candidate
             tile = Tile.of(candidate)
         whole = channels and (key.drafts or key.decay_dtype == "float32")
+        whole = whole or candidate.config.readout == "tcgen05"
         most = LARGEST_CHANNEL_TILE_BYTES if whole else LARGEST_TILE_BYTES
         if tile.bytes > most or invalid_reason(candidate, arch):
             continue
         if key.drafts:
-            held = nvfp4 and key.probes == 1 and key.num_tokens > 1
+            held = nvfp4 and key.probes == 1 and key.num_tokens > 1 and candidate.config.readout == "mma"
             ctas = min(room(candidate), MULTIPROCESSOR_REGISTERS // (tile.threads * HELD_REGISTERS)) if held else 1
         elif key.rounding == "stochastic" and key.probes == 1:
             ctas = min(room(candidate), MULTIPROCESSOR_REGISTERS // (tile.threads * DRAWING_REGISTERS))

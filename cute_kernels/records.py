@@ -125,10 +125,11 @@ class TileMemory:
     arrival: Any
 
     @classmethod
-    def allocate(cls, tile_bytes: int, staging_bytes: int, tiles: int = 1) -> TileMemory:
-        """Reserve the memory, what is staged directly behind the tiles; `bulk_init` must make the barriers."""
+    def allocate(cls, tile_bytes: int, staging_bytes: int, tiles: int = 1, alignment: int = 128) -> TileMemory:
+        """Reserve the memory, the tiles' at a multiple of `alignment` and what is staged directly behind them;
+        `bulk_init` must make the barriers."""
         smem = cutlass.AddressSpace.smem
-        memory = cutlass.Array(Uint32, ((tiles * tile_bytes + staging_bytes) // 4,), space=smem, alignment=128)
+        memory = cutlass.Array(Uint32, ((tiles * tile_bytes + staging_bytes) // 4,), space=smem, alignment=alignment)
         barriers = cutlass.Array(Int64, (tiles,), space=smem, alignment=8)
         state = Int32(memory.data_ptr().toint())
         return cls(state, state + tiles * tile_bytes, barriers.data_ptr())
@@ -356,14 +357,13 @@ def stage_fold(
     Where channels decay by themselves, their decays must be staged already, the window ending with these records.
     """
     tile, size, ring_size = Tile.of(key), SIZE_BYTES[key.activation_dtype], SIZE_BYTES[key.record_dtype]
-    staged = key.read_dtype is None
     statics = FoldStatics(
         tile=tile,
         state_dtype=key.checkpoint_dtype,
         key_dtype="float32" if tile.channels else key.activation_dtype,
         value_dtype=key.record_dtype,
-        staged=staged,
-        parts=1 if staged else FoldStatics.copy_parts(tile),
+        staged=key.read_dtype is None and key.config.readout == "mma",
+        parts=1 if key.read_dtype is None else FoldStatics.copy_parts(tile),
     )
     stage = FoldStage.of(tile, shared.state, shared.staging, place.thread)
     noise = Noise.load(pool.seed, cursors, cursor.slot, place)

@@ -327,15 +327,19 @@ def step_launch(
     key: cutlass.Constexpr,
     stream: Any,
 ):
-    """Host side of the launch: one CTA for each part of each head of each row."""
+    """Host side of the launch: one CTA for each part of each head of each row, or for heads that it takes together."""
     tensors = StepTensors(pool, cursors, rows, inputs, parameters, out)
     if cutlass.const_expr(key.drafts):
         prepared = verify_kernel(compact(tensors), Int32(out.shape[1]), pad_slot, key)
     else:
         prepared = step_kernel(compact(tensors), pad_slot, key)
     prepared.launch(
-        grid=[key.num_v_heads // key.config.heads * key.config.split, cute.size(rows.cache_indices), 1],
-        block=[Tile.of(key).threads, 1, 1],
+        grid=[
+            key.num_v_heads * key.config.split // (key.config.heads * key.heads_together),
+            cute.size(rows.cache_indices),
+            1,
+        ],
+        block=[key.threads, 1, 1],
         **_limits(key.config),
         stream=stream,
         use_pdl=key.rows.pdl,

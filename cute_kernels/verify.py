@@ -29,8 +29,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
+from cute_kernels import products
 from cute_kernels.args import StepTensors
-from cute_kernels.configs import ROW_BLOCK, SIZE_BYTES, DraftShape, Tile
+from cute_kernels.configs import ROW_BLOCK, SIZE_BYTES, Tile
 from cute_kernels.draft_loads import (
     Ahead,
     Draft,
@@ -42,7 +43,9 @@ from cute_kernels.draft_loads import (
     load_probes,
     probe_factors,
 )
+from cute_kernels.draft_shape import DraftShape
 from cute_kernels.drafts import Cta
+from cute_kernels.operands import OperandShape
 from cute_kernels.primitives.arithmetic import LOG2_E, at_most, exp2, select
 from cute_kernels.primitives.bulk import bulk_init, bulk_wait
 from cute_kernels.primitives.control import barrier_of_zero, when
@@ -91,8 +94,8 @@ def stage_channels(cta: Cta, cursor: RowCursor, early: HeadLoads, records: Any) 
 def stage_probes(cta: Cta, early: HeadLoads, decays: list[list[Any]], records: Any) -> None:
     """Stage this thread's channels of every probe, decayed since the start of the window; zeros where no token is."""
     shape, staged = cta.shape, cta.staged
-    apart = shape.token_blocks * staged.of_block
-    scaled = scales_probes(cta.key.read_dtype or "", lone=shape.tokens == 1)
+    apart = shape.token_blocks * (1 if shape.lone else 8)
+    scaled = scales_probes(cta.key.read_dtype or "", lone=shape.lone)
     scale = Float32(PROBE_SCALE if scaled else 1.0)
     for own, words, channel, of_channel in zip(
         own_channels(cta.tile, cta.place.thread), records.words, early.channels, decays, strict=True
@@ -136,7 +139,7 @@ def read_head(
     cta: Cta, cursor: RowCursor, early: HeadLoads, loads: WindowLoads, draft: Draft, probes: StateProbes
 ) -> None:
     """This warp's rows of all outputs of a head, and of the tokens' values, once the tile is there."""
-    read = read_lone if cta.shape.tokens == 1 else read_rows
+    read = read_lone if cta.shape.lone else read_rows
     read(cta, cursor, early, loads, draft, probes)
 
 
@@ -146,15 +149,15 @@ def read_rows(
     """`read_head` of several tokens."""
     shape, scores = cta.shape, cta.scores
     factors = draft.column_factors()
-    products = state_rows(cta, loads).products(probes)
-    for readouts in products:
+    found = products.sums(cta, cursor) if shape.tensor else state_rows(cta, loads).products(probes)
+    for readouts in found:
         for b, of_block in enumerate(readouts):
             readouts[b] = [x * factors[b][j % 2] for j, x in enumerate(of_block)]
-    products = add_window(cta, cursor, loads, products)
+    found = add_window(cta, cursor, loads, found)
     tokens = cta.own(0)[: 2 * shape.token_blocks]
     made: list[Any] = [[] for _ in tokens]
     appended: list[Any] = [[] for _ in tokens]
-    for i, readouts in enumerate(products):
+    for i, readouts in enumerate(found):
         epilogues = [[cta.policy.epilogue(None)] * 2 for _ in tokens]
         if early.epilogues:
             loaded = [unpack(of_token[i], cta.key.activation_dtype) for of_token in early.epilogues]
@@ -341,10 +344,10 @@ def fold_and_copy(
 
 
 def state_probes(cta: Cta, probes: list[list[list[Uint32]]]) -> StateProbes:
-    """What `load_probes` loaded, or where channels decay what is staged of it, as the state meets it."""
-    vectors = cta.staged if cta.shape.channels else cta.probes(probes)
+    """What `load_probes` loaded, or where channels decay what is staged of it, as registers meet the state."""
+    vectors: Any = cta.staged if cta.shape.channels else cta.probes(probes)
     dtype = cta.key.read_dtype or cta.key.checkpoint_dtype
-    return StateProbes(vectors, dtype, cta.terms, cta.shape.tokens == 1, made=[])
+    return StateProbes(vectors, dtype, cta.terms, cta.shape.lone, made=[])
 
 
 def take_next_head(
@@ -368,11 +371,8 @@ def take_next_head(
     held.put(ahead)
 
 
-def fold_head(cta: Cta, cursor: RowCursor, decays: LaneDecays | None, tiles: Any) -> None:
-    """Fold the committed records of a head, whose decays are loaded anew for None, and make its copy anew.
-
-    `tiles` is the shared address of all tiles.
-    """
+def fold_head(cta: Cta, cursor: RowCursor, decays: LaneDecays | None, memory: TileMemory) -> None:
+    """Fold the committed records of a head, whose decays are loaded anew for None, and make its copy anew."""
     pool, key, place = cta.tensors.pool, cta.key, cta.place
     if decays is None:
         inputs, parameters = cta.tensors.inputs, cta.tensors.parameters
@@ -380,9 +380,9 @@ def fold_head(cta: Cta, cursor: RowCursor, decays: LaneDecays | None, tiles: Any
         records = LaneRecords.load(pool, key, place, cursor)
         decays = LaneDecays.of(cta.policy, gate.rate, records, place.lane, cta.shape.window)
     size = SIZE_BYTES[key.checkpoint_dtype]
-    cute.arch.barrier()
+    if not cta.shape.tensor:  # `products.finish` has a barrier
+        cute.arch.barrier()
     to = address(pool.checkpoint, size, cursor.slot, place.head, place.first_row)
-    memory = replace(cta.memory, staging=tiles) if cta.shape.folds_over_tiles else cta.memory
     fold = stage_fold(pool, cta.tensors.cursors, key, place, cursor, decays, memory, to)
     if key.read_dtype is None:
         fold_staged(fold, memory.state, to, cursor.count, Int32(0))
@@ -400,7 +400,9 @@ def verify_kernel(tensors: StepTensors, total: Int32, pad_slot: Int32, key: cutl
     _, row, _ = cute.arch.block_idx()
     place = Place.of(key, Int32(0) if key.rows.has_cu_seqlens else row)
     thread, head = place.thread, place.head
-    shared = TileMemory.allocate(tile.bytes, shape.staging_bytes(tile), shape.tiles)
+    heads, staging = key.heads_together, shape.staging_bytes(tile)
+    tile_bytes, alignment = (OperandShape.of(key).bytes, 1024) if shape.tensor else (tile.bytes, 128)
+    shared = TileMemory.allocate(tile_bytes, heads * staging, shape.tiles, alignment)
     if cutlass.const_expr(key.rows.pdl):
         cute.arch.griddepcontrol_wait()
     slot = load_slot(tensors.rows.cache_indices, row, key.rows.index_dtype)
@@ -415,11 +417,13 @@ def verify_kernel(tensors: StepTensors, total: Int32, pad_slot: Int32, key: cutl
         padding = padding | (num_tokens == 0)
     # Every row waits for the tile before it folds.
     memory = replace(shared, arrival=None)
-    cta = Cta(tensors, key, place, Channels.of(tile, place), first_token, num_tokens, memory)
+    if cutlass.const_expr(heads > 1):
+        memory = replace(memory, staging=shared.staging + head % heads * staging)
+    cta = Cta(tensors, key, place, Channels.of(tile, place, tensor=shape.tensor), first_token, num_tokens, memory)
     several = cutlass.const_expr(key.config.heads > 1)
     probes = load_probes(cta)
     early: Any = None if several else HeadLoads.start(cta)
-    bulk_init(thread, shared.arrival, shape.tiles)
+    bulk_init(cute.arch.thread_idx()[0], shared.arrival, shape.tiles)
     cute.arch.barrier()
     if padding:
         for index in cutlass.range_constexpr(key.config.heads * shape.tokens):
@@ -440,10 +444,14 @@ def verify_kernel(tensors: StepTensors, total: Int32, pad_slot: Int32, key: cutl
         )
         # As in `step.step_kernel`: rows that only read leave L2 to what is written (batch 256, T = 8: 286 -> 282 us).
         policy = select(cursor.folds, Int64(EVICT_NORMAL), Int64(EVICT_FIRST))
-        for index in cutlass.range_constexpr(shape.tiles):
-            cta.start_tile(cursor.slot, shared.arrival, index, policy)
+        if cutlass.const_expr(shape.tensor):
+            products.start(cta, cursor, cta.source(cursor.slot), policy)
+        else:
+            for index in cutlass.range_constexpr(shape.tiles):
+                cta.start_tile(cursor.slot, shared.arrival, index, policy)
         cute.arch.barrier()
         keys = load_keys(cta, cursor)
+        folding = replace(memory, staging=shared.state) if shape.folds_over_tiles else cta.memory
         if cutlass.const_expr(several):
             scoring = Scoring(cta, cursor, probes, probe_factors(cta, probes))
             held = Held.of(Ahead.start(cta, cursor, load_gate(cta)))
@@ -456,7 +464,7 @@ def verify_kernel(tensors: StepTensors, total: Int32, pad_slot: Int32, key: cutl
                 cute.arch.griddepcontrol_launch_dependents()
             if cursor.folds:
                 for index in cutlass.range(key.config.heads, unroll=1):
-                    fold_head(cta.at_head(index), cursor, None, shared.state)
+                    fold_head(cta.at_head(index), cursor, None, folding)
         else:
             loads = WindowLoads.start(cta, cursor)
             # Where channels decay much is computed before any score: a barrier of all loads costs more than it brings.
@@ -470,9 +478,16 @@ def verify_kernel(tensors: StepTensors, total: Int32, pad_slot: Int32, key: cutl
                 cute.arch.barrier()
             else:
                 append_decays(cta, cursor, draft.gate)
-            scoring.score(keys, zero, draft if shape.tokens > 1 else None)
+            scoring.score(keys, zero, None if shape.lone else draft)
+            if cutlass.const_expr(shape.tensor):
+                products.stage(cta, probes)
+                products.arrive(cta)
             cute.arch.barrier()
+            if cutlass.const_expr(shape.tensor):
+                products.multiply(cta, shared.arrival)
             bulk_wait(shared.arrival)
             read_head(cta, cursor, early, loads, draft, state_probes(cta, probes))
+            if cutlass.const_expr(shape.tensor):
+                folding = products.finish(cta)
             if cursor.folds:
-                fold_head(cta, cursor, draft.decays.records, shared.state)
+                fold_head(cta, cursor, draft.decays.records, folding)

@@ -16,7 +16,8 @@ for shapes that no measured one has; one table never mixes the two. A file that 
 `REPLAYSSM_TUNED` names it, else a warning, once, and the next source serves. Within an entry a batch takes the smallest
 batch of the table that is not below it, else the largest.
 
-A table says how a kernel is launched, never how exact it is: the precision of products is not in it.
+A table says how a kernel is launched, never how exact it is: the precision of products is not in it, nor the readout,
+which decides how exact a precision is.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from replayssm.spec import LayerSpec, ReplaySpec
 SCHEMA = 2
 ENVIRONMENT = "REPLAYSSM_TUNED"
 SHIPPED = Path(__file__).parent / "data" / "tuned"
-TUNED_FIELDS = tuple(field.name for field in fields(StepConfig) if field.name != "precision")
+TUNED_FIELDS = tuple(field.name for field in fields(StepConfig) if field.name not in ("precision", "readout"))
 LARGEST_BUCKET = 1 << 16
 Basis = Literal["measured", "predicted"]
 Source = Literal["explicit", "user", "shipped", "autotuned", "predicted", "heuristic"]
@@ -73,7 +74,7 @@ class Shape:
         return cls(layer, replace(replay, max_draft=num_tokens, ring_capacity=0, value_dtype=value_dtype))
 
     def key(self, parameters: Parameters, batch: int, arch: Arch) -> StepKey:
-        """A step's key with these launch parameters, and the precision that a step without a table has."""
+        """A step's key with these launch parameters, and the precision and readout that one without a table has."""
         key = step_key(self.layer, self.replay, ANY_OPTIONS[self.layer.recurrence], num_tokens=self.replay.max_draft)
         return replace(key, config=replace(heuristic_config(key, batch, arch) or StepConfig(), **parameters))
 

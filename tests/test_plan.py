@@ -146,10 +146,14 @@ HEURISTIC: list[tuple[Recurrence, ReplaySpec, int, StepConfig]] = [
 
 @pytest.mark.parametrize(("kind", "replay", "tokens", "config"), HEURISTIC)
 def test_the_heuristics_choices(kind: Recurrence, replay: ReplaySpec, tokens: int, config: StepConfig) -> None:
-    """For heads of 64 rows, with two probes of 128. Where `ctas` is above 1 it is what shared memory has room for."""
+    """For heads of 64 rows, with two probes of 128. Where `ctas` is above 1 it is what shared memory has room for. With
+    tcgen05 other numbers of it fit (`tests/test_readout.py`)."""
     layer = replace(LAYER, recurrence=kind, head_dim=64 if kind == "mamba2" else 128)
     for arch in ARCHES:
         key = plan(layer, replay, num_tokens=tokens, arch=arch).key
+        assert (key.config.readout == "tcgen05") == (key.drafts and ARCHES[arch].tensor_columns > 0)
+        if key.config.readout == "tcgen05":
+            continue
         assert key.config == replace(config, precision="tf32")
         each = smem_bytes(key) + RESERVED_SMEM_BYTES
         if config.ctas > 1:
@@ -159,18 +163,19 @@ def test_the_heuristics_choices(kind: Recurrence, replay: ReplaySpec, tokens: in
 @pytest.mark.parametrize(
     ("read", "tokens", "batch", "config"),
     [
-        ("nvfp4", 1, 256, StepConfig(heads=8)),
-        ("nvfp4", 1, 32, StepConfig(heads=4)),
-        ("nvfp4", 1, 8, StepConfig(heads=1)),
-        ("nvfp4", 8, 256, StepConfig(heads=8, ctas=16)),
-        (torch.float8_e4m3fn, 1, 256, StepConfig(heads=1)),
+        ("nvfp4", 1, 256, StepConfig(heads=8, warps=1)),
+        ("nvfp4", 1, 32, StepConfig(heads=4, warps=1)),
+        ("nvfp4", 1, 8, StepConfig(heads=1, warps=1)),
+        ("nvfp4", 1, 1, StepConfig(heads=1, warps=4)),
+        ("nvfp4", 8, 256, StepConfig(heads=8, warps=1, ctas=16)),
+        (torch.float8_e4m3fn, 1, 256, StepConfig(heads=1, warps=1)),
     ],
 )
 def test_the_heads_that_a_cta_takes(read: Any, tokens: int, batch: int, config: StepConfig) -> None:
     """Of 16 that share a key head and 128 in all: as many, a power of two up to 8, as leave 900 CTAs."""
     layer = replace(LAYER, num_v_heads=128, num_k_heads=8, head_dim=64)
     key = plan(layer, ReplaySpec(read_dtype=read, max_draft=tokens), num_tokens=tokens, batch=batch).key
-    assert key.config == replace(config, warps=1, fold_values=32, precision="tf32")
+    assert key.config == replace(config, fold_values=32, precision="tf32")
     gdn = plan(replace(layer, recurrence="gdn"), ReplaySpec(read_dtype=read), batch=batch).key
     assert gdn.config.heads == 1
 
@@ -182,7 +187,7 @@ def test_the_heads_that_a_cta_takes(read: Any, tokens: int, batch: int, config: 
         (StepConfig(heads=0, warps=1), "heads: 4 of a key head do not go by 0"),
         (
             StepConfig(heads=2, split=2, warps=1),
-            "heads: supported is 1 where heads are split or no copy is read, got 2",
+            "heads: supported is 1 where heads are split, no copy is read or tcgen05 reads, got 2",
         ),
     ],
 )
@@ -190,7 +195,7 @@ def test_heads_that_no_kernel_takes_are_named(config: StepConfig, reason: str) -
     layer = replace(LAYER, num_v_heads=8, num_k_heads=2, head_dim=64)
     with pytest.raises(NotImplementedError, match=f"^{reason}$"):
         plan(layer, ReplaySpec(read_dtype="nvfp4"), config=config)
-    with pytest.raises(NotImplementedError, match=r"no copy is read, got 2$"):
+    with pytest.raises(NotImplementedError, match=r"no copy is read or tcgen05 reads, got 2$"):
         plan(layer, ReplaySpec(), config=StepConfig(heads=2))
 
 
@@ -216,8 +221,8 @@ OTHER: dict[str, Any] = {
     "num_v_heads": 16, "num_k_heads": 4, "head_dim": 80, "d_state": 256, "window": 8, "ring_capacity": 40,
     "ring_layout": "head_major", "checkpoint_dtype": "bfloat16", "activation_dtype": "float16",
     "value_dtype": "float32", "decay_dtype": "bfloat16", "config.split": 4, "config.warps": 8, "config.ctas": 2,
-    "config.fold_values": 8, "config.precision": "bf16", "config.heads": 2, "num_tokens": 4, "read_dtype": "nvfp4",
-    "rounding": "stochastic",
+    "config.fold_values": 8, "config.precision": "bf16", "config.heads": 2, "config.readout": "tcgen05",
+    "num_tokens": 4, "read_dtype": "nvfp4", "rounding": "stochastic",
     "rows.index_dtype": "int64", "rows.has_force_fold": True, "rows.pdl": True, "rows.has_cu_seqlens": True,
 }  # fmt: skip
 OTHER_OPTIONS: dict[Recurrence, dict[str, Any]] = {

@@ -1,6 +1,7 @@
 """What the tuner tries: launch parameters of a step that exist, differ, and are not behind another from the start.
 
-Precision is no parameter of a search: it decides how exact the products are, and every candidate has the heuristic's.
+Precision and readout are no parameters of a search: they decide how exact the products are, and every candidate has the
+heuristic's.
 """
 
 from __future__ import annotations

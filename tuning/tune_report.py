@@ -52,7 +52,8 @@ def _cells(fact: Facts) -> list[str]:
 
 
 def _parameters(parameters: Mapping[str, Any] | None) -> str:
-    return ", ".join(f"{name} {value}" for name, value in (parameters or {}).items())
+    """As words; the readout only where it is not the one that every architecture has."""
+    return ", ".join(f"{name} {value}" for name, value in (parameters or {}).items() if value != "mma")
 
 
 def field_facts(fields: Sequence[Field], arch: str, rates: Rates | None) -> list[Facts]:

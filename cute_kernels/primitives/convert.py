@@ -92,6 +92,20 @@ def bits_of(mask: int, x: Any, y: Any) -> Uint32:
     return (x & Uint32(mask)) | (y & Uint32(mask ^ 0xFFFFFFFF))
 
 
+def pack_e2m1(values: list[Any]) -> list[Uint32]:
+    """Packed words of e2m1 codes, eight each, rounded to nearest even and saturated; not on sm_90a."""
+    pairs = " ".join("cvt.rn.satfinite.e2m1x2.f32 b%d, {$r%d}, {$r%d};" % (i, 2 * i + 1, 2 * i) for i in range(4))
+    text = "{.reg .b8 b0,b1,b2,b3; " + pairs + " mov.b32 {$w0}, {b0,b1,b2,b3};}"
+    return [ptx(text, write_only_types=[Uint32], read_only_args=values[i : i + 8]) for i in range(0, len(values), 8)]
+
+
+def unpack_e2m1(word: Any) -> list[Float32]:
+    """The values of a word's eight e2m1 codes; not on sm_90a."""
+    pairs = " ".join("cvt.rn.f16x2.e2m1x2 {$w%d}, b%d;" % (i, i) for i in range(4))
+    text = "{.reg .b8 b0,b1,b2,b3; mov.b32 {b0,b1,b2,b3}, {$r0}; " + pairs + "}"
+    return unpack(list(ptx(text, write_only_types=[Uint32] * 4, read_only_args=[word])), "float16")
+
+
 def low_bytes(words: list[Any]) -> Uint32:
     """The lowest bytes of four words, in one."""
     text = (

@@ -134,6 +134,11 @@ def store_shared_half_if(predicate: Any, address: Any, word: Any) -> None:
     ptx(text, read_only_args=[address, Int32(predicate), word])
 
 
+def store_shared_byte(address: Any, word: Any) -> None:
+    """Store the low 8 bits of a word to shared memory."""
+    ptx("st.shared.b8 [{$r0}], {$r1};", read_only_args=[address, word])
+
+
 def load_shared_words(address: Any, count: int, alignment: int, *, offset: int = 0) -> list[Uint32]:
     """`count` words of shared memory by the widest loads that an address of this alignment admits."""
     width = max(w for w in (1, 2, 4) if alignment % (4 * w) == 0 and count % w == 0)

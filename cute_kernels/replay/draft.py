@@ -17,7 +17,8 @@ from typing import Any
 
 from cutlass import Float32, Int32, Uint32
 
-from cute_kernels.configs import WARP, DraftShape, Tile
+from cute_kernels.configs import WARP, Tile
+from cute_kernels.draft_shape import DraftShape
 from cute_kernels.primitives.arithmetic import exp2, select
 from cute_kernels.primitives.convert import unpack
 from cute_kernels.primitives.memory import (

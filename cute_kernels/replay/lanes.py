@@ -22,26 +22,32 @@ class Channels:
     """The channels of V that a lane has: two for each product of 16 rows of its warp, in runs of 4 or 2 neighbours.
 
     A run of 8 lanes is followed by the next run of the same lanes: runs of 4 lie 32 rows apart, as do the scales of
-    blocks that lie together, and are wide enough for the other loads.
+    blocks that lie together, and are wide enough for the other loads. Where tcgen05 reads the state, runs are of 2, and
+    those of all warps lie between two of a lane (`tensor.Operands.tile_row`).
 
     Args:
         first: local row of the first.
         run: channels of a run.
+        step: rows from one run to the next.
         inside: for each run, whether the tile has it; True where it has all.
     """
 
     first: Int32
     run: int
+    step: int
     inside: list[Any]
 
     @classmethod
-    def of(cls, tile: Tile, place: Place) -> Channels:
-        products = -(-tile.rows // (ROW_BLOCK * tile.warps))
-        run = 4 if products % 2 == 0 else 2
-        first, runs = place.warp * (ROW_BLOCK * products) + place.lane // 4 * run, range(2 * products // run)
+    def of(cls, tile: Tile, place: Place, *, tensor: bool) -> Channels:
+        """`tensor`: tcgen05 reads the state."""
+        products, lane8 = -(-tile.rows // (ROW_BLOCK * tile.warps)), place.lane // 4
+        run = 4 if products % 2 == 0 and not tensor else 2
+        step = ROW_BLOCK * tile.warps if tensor else 8 * run
+        first = place.warp * (ROW_BLOCK if tensor else ROW_BLOCK * products) + lane8 * run
+        runs = range(2 * products // run)
         if products * ROW_BLOCK * tile.warps == tile.rows:
-            return cls(first, run, [True for _ in runs])
-        return cls(first, run, [Int32(first + 8 * run * i < tile.rows) for i in runs])
+            return cls(first, run, step, [True for _ in runs])
+        return cls(first, run, step, [Int32(first + step * i < tile.rows) for i in runs])
 
     @property
     def together(self) -> bool:
@@ -51,7 +57,7 @@ class Channels:
     @property
     def runs(self) -> list[tuple[Any, int]]:
         """Local row of the first of each run, as (row, rows ahead of it); row 0 where the tile has none."""
-        ahead = [8 * self.run * i for i in range(len(self.inside))]
+        ahead = [self.step * i for i in range(len(self.inside))]
         if self.together:
             return [(self.first, rows) for rows in ahead]
         return [(select(x != 0, self.first + rows, Int32(0)), 0) for x, rows in zip(self.inside, ahead, strict=True)]
@@ -63,14 +69,14 @@ class Channels:
 
     def place_of(self, index: Any) -> Any:
         """How far a channel is behind the first, where `index` counts them all."""
-        return index // self.run * (8 * self.run) + index % self.run
+        return index // self.run * self.step + index % self.run
 
     def load(self, valid: Any, where: Any, dtype: str) -> list[list[Uint32]]:
         """Of each product the words of its two channels, where the lane's first are at address `where`."""
         each, pairs = SIZE_BYTES[dtype] // 2, []
         for i, inside in enumerate(self.inside):
             there = valid if inside is True else inside * Int32(valid)
-            at = where + i * (8 * self.run * SIZE_BYTES[dtype])
+            at = where + i * (self.step * SIZE_BYTES[dtype])
             words = load_row_words(there, at, each * self.run // 2)
             pairs += [words[j : j + each] for j in range(0, len(words), each)]
         return pairs
@@ -83,7 +89,7 @@ class Channels:
             words = [word for pair in pairs[i * each : (i + 1) * each] for word in pair]
             for j in range(0, len(words), access_words(len(words))):
                 part = words[j : j + access_words(len(words))]
-                store_words_if(there, where, part, offset=i * 32 * len(words) + 4 * j)
+                store_words_if(there, where, part, offset=i * (self.step // self.run) * 4 * len(words) + 4 * j)
 
 
 @dataclass(frozen=True)

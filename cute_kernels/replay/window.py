@@ -15,9 +15,9 @@ from cute_kernels.primitives.memory import KEEP, STREAM, load_half_if, load_word
 
 @dataclass(frozen=True)
 class Place:
-    """Which row, head and part of its rows a thread works on, and which thread of the CTA it is.
+    """Which row, head and part of its rows a thread works on, and which thread it is of those of its CTA that do.
 
-    A CTA of several heads begins with this one.
+    A CTA that takes several heads one after the other begins with this one.
     """
 
     row: Int32
@@ -34,6 +34,9 @@ class Place:
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         head, tile = block // key.config.split * key.config.heads, Tile.of(key)
+        if key.heads_together > 1:
+            head = head * key.heads_together + thread // tile.threads
+            thread = thread % tile.threads
         return cls(
             row=row,
             head=head,

@@ -189,6 +189,8 @@ def violations(row: Row) -> list[str]:
     kind = row["kernel"].partition("-")[0]
     faults = [f"{at}: a frame of {row['frame_bytes']} bytes"] if row["frame_bytes"] else []
     faults += [f"{at}: {found[name]} of {name}" for name in ("local", "generic", "atomic", "other") if name in found]
+    if "allocation" in found and "tensor" not in found:
+        faults.append(f"{at}: {found['allocation']} of allocation, and nothing that uses tensor memory")
     if row["registers"] > MAX_REGISTERS[kind]:
         faults.append(f"{at}: {row['registers']} registers, at most {MAX_REGISTERS[kind]}")
     wide = ("LDG.128", "STG.128", "LDS.128", "bulk")

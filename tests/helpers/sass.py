@@ -1,7 +1,8 @@
 """What a kernel's machine code is made of: instructions of its SASS, counted by class.
 
 Memory classes are named after the opcode and the bits that a lane moves: LDG.128 is a load from global memory of 16
-bytes. Predicated instructions count as if they ran, loops once, and the padding behind the code (NOP) not at all.
+bytes. Allocating tensor memory is some instructions of its own, among them atomics of shared memory that the compiler
+adds. Predicated instructions count as if they ran, loops once, and the padding behind the code (NOP) not at all.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ MEMORY = ("LDG", "STG", "LDS", "STS")
 CLASSES = {
     "local": "LDL STL",
     "generic": "LD ST",
+    "allocation": "UTCATOMSWS ATOMS BPT UVIRTCOUNT",
     "atomic": "ATOM* RED",
     "bulk": "UBLK* UTMA* LDGSTS* LDGDEPBAR DEPBAR",
-    "matrix": "HMMA* IMMA* QMMA* DMMA* HGMMA* UTC* LDSM STSM LDTM STTM",
+    "tensor": "UTC* LDTM STTM",
+    "matrix": "HMMA* IMMA* QMMA* DMMA* HGMMA* LDSM STSM",
     "mbarrier": "SYNCS",
     "barrier": "BAR* B2R* MEMBAR FENCE CCTL* ERRBAR UCGABAR*",
     "shuffle": "SHFL REDUX CREDUX VOTE* MATCH",

@@ -15,7 +15,7 @@ from tuning.bench import Machine
 
 
 def launch_of(config: StepConfig) -> StepConfig:
-    """What of it is searched: all but the precision."""
+    """What of it is searched: all but precision and readout, the latter that of sm_90a."""
     return replace(config, precision=StepConfig.precision)
 
 

@@ -6,7 +6,8 @@ three ring layouts, both index dtypes, dependent launch; rows that read and rows
 head_dim 80, one that folds, around the end of the ring, and padding; of each delta rule a group of two heads, whole,
 and one head, split, whose records are stored in pieces. With several tokens, rows that read and fold, of Mamba-2 a
 group of two heads, of Gated DeltaNet a split head, of Kimi Delta Attention one row of a whole head: more of that takes
-the tool minutes. Steps that read a copy, and launches that make copies, in two and three formats. A CTA that appends
+the tool minutes. Steps that read a copy, and launches that make copies, in two and three formats. Readouts on tcgen05
+of each kind; of block-scaled ones the tool knows 64 columns or more, so 4 terms of two probes. A CTA that appends
 beside one that reads its window is what no schedule of the interpreter shows. The verdicts stand in
 docs/records/static.json and must not get worse. Teeth: faults in the PTX, and two rows of one slot, each change the
 verdict; faults that the tool cannot see are named as such.
@@ -65,6 +66,7 @@ class Run:
     index: torch.dtype = torch.int32
     commits: bool = False
     read: ReadDtype | None = None
+    tensor: StepConfig | None = None  # of a readout on tcgen05
 
     @property
     def scene(self) -> Scene:
@@ -88,7 +90,7 @@ class Run:
         if self.commits:
             work.commit(num_accepted=torch.ones(len(self.counts), dtype=torch.int32))
         else:
-            work.step(config=StepConfig(self.split), pdl=self.pdl)
+            work.step(config=self.tensor or StepConfig(self.split), pdl=self.pdl)
         contents = [work.cache_indices]
         if not self.commits:
             contents += [work.cursors.ring_start, work.cursors.num_committed]
@@ -115,6 +117,7 @@ class Copies:
 PAIR, SINGLE = (case((heads, 1, 64, 64), 5, BF16, F32) for heads in (2, 1))
 DELTA = replace(SINGLE, recurrence="gdn")
 SEVERAL, DELTA_SEVERAL = replace(SINGLE, T=2), replace(DELTA, T=2)
+TENSOR = StepConfig(precision="tf32", readout="tcgen05")
 RUNS: dict[str, Any] = {
     "step, all inputs, a group of two heads": Run(PAIR, (3, 4, PAD), forced=(1,)),
     "step, two CTAs a head, head-major, no mask": Run(
@@ -143,6 +146,16 @@ RUNS: dict[str, Any] = {
     "kda verify 2 tokens, a row that folds": Run(replace(DELTA_SEVERAL, recurrence="kda"), (5,)),
     "step, a copy in fp8": Run(SINGLE, (3, 5), read=torch.float8_e4m3fn),
     "gdn step, a copy in nvfp4": Run(DELTA, (3, 5), read="nvfp4"),
+    "tcgen05 verify 2 tokens, float32, two heads a CTA": Run(
+        replace(PAIR, T=2), (3, 5), tensor=replace(TENSOR, warps=2)
+    ),
+    "tcgen05 gdn verify 2 tokens, bfloat16": Run(replace(DELTA_SEVERAL, checkpoint=BF16), (3, 4), tensor=TENSOR),
+    "tcgen05 kda verify 2 tokens, float32, a row that reads": Run(
+        replace(DELTA_SEVERAL, recurrence="kda"), (3,), tensor=TENSOR
+    ),
+    "tcgen05 gdn step, a copy in nvfp4, 4 terms": Run(
+        DELTA, (3,), read="nvfp4", tensor=replace(TENSOR, precision="fp32")
+    ),
     "copies in nvfp4": Copies("nvfp4"),
     "copies in mxfp8": Copies("mxfp8"),
     "copies in int8": Copies(torch.int8),
@@ -150,6 +163,7 @@ RUNS: dict[str, Any] = {
     "commit, int64": Run(SINGLE, (2, PAD, 5), index=torch.int64, commits=True),
 }  # fmt: skip
 READS, FOLDS = Run(SINGLE, (3,)), Run(SINGLE, (5,))
+TENSOR_READS = Run(SEVERAL, (3,), tensor=TENSOR)
 
 
 def worse(before: dict[str, Any] | None, now: Verdict, *, same_tools: bool) -> list[str]:
@@ -208,6 +222,7 @@ def without(pattern: str, which: int = 0, by: str = "") -> Callable[[str], str]:
 
 BARRIER, WAIT = r"bar\.sync\s+0;", r"\{\s*\.reg \.pred\s+P1;\s*LAB_WAIT:.*?DONE:\s*\}"
 RACE, ORDER = "potential_race", "Conflicting accesses have no proven required ordering"
+LIFE, COMPLETE = "invalid_lifecycle", "must complete before the allocation is deallocated"
 # The launch, its fault, and the result and message that must come out. The first two barriers only order loads.
 FAULTS: dict[str, tuple[Run, Callable[[str], str], str, str]] = {
     "no barrier behind the partial sums": (READS, without(BARRIER, 2), RACE, ORDER),
@@ -225,6 +240,11 @@ FAULTS: dict[str, tuple[Run, Callable[[str], str], str, str]] = {
     "gdn: a key appended by every warp": (
         Run(DELTA, (3,)), without(r"@p (st\.global\.v2\.b32)", 0, r"\1"), RACE, ORDER),
     "2 tokens: no barrier behind the products, before a fold": (Run(SEVERAL, (5,)), without(BARRIER, 4), RACE, ORDER),
+    "tcgen05: no barrier in front of the products": (TENSOR_READS, without(BARRIER, 2), RACE, ORDER),
+    "tcgen05: no wait for the products": (TENSOR_READS, without(WAIT), LIFE, COMPLETE),
+    "tcgen05: no wait for the copies": (TENSOR_READS, without(r"cp\.async\.wait_all;"), RACE, ORDER),
+    "tcgen05: no commit": (TENSOR_READS, without(r"tcgen05\.commit[^;]*;"), "not_wellsynced", "cannot advance"),
+    "tcgen05: tensor memory freed at once": (TENSOR_READS, without(BARRIER, 3), LIFE, COMPLETE),
     "gdn, 2 tokens: no barrier behind the scores": (Run(DELTA_SEVERAL, (3,)), without(BARRIER, 2), RACE, ORDER),
 }  # fmt: skip
 

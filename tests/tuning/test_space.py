@@ -70,7 +70,9 @@ def test_the_heuristics_choice_comes_first_and_all_are_as_exact(name: str, arch:
         assert found[0].config == heuristic_config(found[0].key, 1, ARCHES[arch])
         assert found[0].config.ctas in (1, fitting(found[0].key))
         assert {c.config.precision for c in found} == {found[0].config.precision}
-        assert len({c.config.split for c in found}) > 1
+        assert {c.config.readout for c in found} == {found[0].config.readout}
+        # Heads of 64 rows are whole on tcgen05.
+        assert len({c.config.split for c in found}) > 1 or found[0].config.readout == "tcgen05"
 
 
 def test_the_kernels_of_super() -> None:

@@ -1,0 +1,118 @@
+"""Sizes of what a CTA of the step of several tokens keeps, or of one that reads a copy, derived from a key."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cute_kernels.configs import TERMS, KdaOptions, StepKey, Tile
+
+MOST_TILES = 2  # of a CTA at a time
+
+
+@dataclass(frozen=True)
+class DraftShape:
+    """Sizes of the products of several tokens, derived from a key.
+
+    Vectors go to the tensor cores in blocks of 8. The probe blocks are those of the queries, then with two probes those
+    of the keys. A score is a probe's product with a record's key; the columns of the scores are the window, padded to
+    whole 16s, then the tokens.
+    """
+
+    tokens: int
+    probes: int
+    window: int
+    terms: int
+    channels: bool
+    warps: int
+    heads: int
+    copies: bool
+    tensor: bool
+
+    @classmethod
+    def of(cls, key: StepKey) -> DraftShape:
+        config = key.config
+        return cls(
+            tokens=key.num_tokens,
+            probes=key.probes,
+            window=key.window,
+            terms=TERMS[config.precision],
+            channels=isinstance(key.options, KdaOptions),
+            warps=config.warps,
+            heads=config.heads,
+            copies=key.read_dtype is not None,
+            tensor=config.readout == "tcgen05",
+        )
+
+    @property
+    def lone(self) -> bool:
+        """Whether one token is read by `StateRows.lone_products`."""
+        return self.tokens == 1 and not self.tensor
+
+    @property
+    def keeps_raw(self) -> bool:
+        """Whether scores lie in shared memory as they are too, beside those that a head has weighed."""
+        return self.heads > 1 and self.tokens > 1
+
+    @property
+    def token_blocks(self) -> int:
+        return -(-self.tokens // 8)
+
+    @property
+    def probe_blocks(self) -> int:
+        return self.probes * self.token_blocks
+
+    @property
+    def window_columns(self) -> int:
+        return -(-self.window // 16) * 16
+
+    @property
+    def record_blocks(self) -> int:
+        """Blocks of keys that are scored: of the window, then of the tokens."""
+        return self.window_columns // 8 + self.token_blocks
+
+    @property
+    def score_stride(self) -> int:
+        """Floats between the scores of two probes: 8 more than a multiple of 32, so that 8 rows lie in all banks."""
+        return -(-(self.window_columns + 8 * self.token_blocks - 8) // 32) * 32 + 8
+
+    @property
+    def lone_columns(self) -> int:
+        """Columns of a product that the terms of one token's probe take, a power of two."""
+        return 2 if self.terms <= 2 else 4
+
+    @property
+    def scores_bytes(self) -> int:
+        return self.probe_blocks * 8 * self.score_stride * 4
+
+    @property
+    def between_bytes(self) -> int:
+        """Shared memory of what passes between tokens: decays [token block][token][token], or where channels decay by
+        themselves the scores that each warp has summed over its channels, [warp][token][probe][token]."""
+        tables = self.probes * self.warps if self.channels else self.token_blocks
+        return -(-tables * self.tokens * self.tokens * 4 // 16) * 16
+
+    def vectors_bytes(self, tile: Tile) -> int:
+        """Shared memory of the probes as the state meets them, where channels decay by themselves: [term][probe][K];
+        none where they are an operand of tcgen05."""
+        vectors = self.probe_blocks * (1 if self.lone else 8)
+        return self.terms * vectors * tile.staged_vector_bytes if self.channels and not self.tensor else 0
+
+    @property
+    def tiles(self) -> int:
+        """Tiles that a CTA keeps: the one that is read and the next."""
+        return min(self.heads, MOST_TILES)
+
+    @property
+    def folds_over_tiles(self) -> bool:
+        """Whether a fold stages its records where the tiles were: copies, which no fold reads. Decays by channel are
+        staged beside the tile, and a fold needs them."""
+        return self.copies and not self.channels
+
+    def staging_bytes(self, tile: Tile) -> int:
+        """Shared memory behind the tiles: decays by channel, scores, what is between tokens, probes; later a fold's
+        records, unless they take the place of operands (`operands.OperandShape.fold_bytes`)."""
+        own = tile.channel_bytes + self.scores_bytes + self.between_bytes + self.vectors_bytes(tile)
+        own += self.scores_bytes if self.keeps_raw else 0
+        if self.tensor and not self.channels:
+            return own
+        return max(own, tile.staging_bytes - (self.tiles * tile.bytes if self.folds_over_tiles else 0))

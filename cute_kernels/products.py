@@ -1,0 +1,90 @@
+"""The readout of several tokens where tcgen05 computes it: what a CTA of `verify` does at each of its stages.
+
+1. `start`, once the slot is known: tensor memory, and the copies of the tile;
+2. `stage`, behind a barrier and the scores, whose registers it takes: the probes, while the copies are under way;
+3. `arrive`, in front of a barrier: the tile is there;
+4. `multiply`, behind it: one thread starts all products;
+5. `sums`, once `arrival` says that they are over;
+6. `finish`: tensor memory is given back, and what a fold stages takes the place of the operands.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Float32, Int64, Uint32
+
+from cute_kernels.drafts import Cta
+from cute_kernels.primitives import tcgen05
+from cute_kernels.primitives.memory import load_shared, load_words
+from cute_kernels.records import TileMemory
+from cute_kernels.replay.cursor import RowCursor
+from cute_kernels.replay.quant import CopyPlaces
+from cute_kernels.replay.tensor import Operands
+
+
+def operands_of(cta: Cta) -> Operands:
+    """The operands of a CTA whose readout is that of tcgen05."""
+    assert cta.operands is not None
+    return cta.operands
+
+
+def first_row_of(cta: Cta) -> Any:
+    """The first row, of all heads, that the CTA works on."""
+    place, key = cta.place, cta.key
+    together = place.head % key.heads_together if key.heads_together > 1 else 0
+    return (place.head - together) * key.head_dim + place.first_row
+
+
+def start(cta: Cta, cursor: RowCursor, source: Any, policy: Any) -> None:
+    """Allocate tensor memory and start the copies of the tile, that of this thread's head at a global address; a
+    barrier must follow."""
+    operands, place = operands_of(cta), cta.place
+    ahead = place.head * cta.key.head_dim + place.first_row - first_row_of(cta)
+    operands.copy_state(source - Int64(ahead * operands.shape.row_bytes), policy)
+    if operands.shape.scaled:
+        places = CopyPlaces.of(cta.tensors.pool.copy, cursor.slot)
+        operands.copy_scales(cta.copy_shape, places, first_row_of(cta))
+    tcgen05.allocate(operands.warp, operands.slot, operands.shape.columns)
+
+
+def stage(cta: Cta, probes: list[list[list[Uint32]]]) -> None:
+    """Write the operand of what `draft_loads.load_probes` loaded."""
+    operands_of(cta).stage_probes(probes, cta.key.activation_dtype)
+
+
+def arrive(cta: Cta) -> None:
+    """Wait for this thread's copies; a barrier must follow."""
+    operands_of(cta).arrive()
+
+
+def multiply(cta: Cta, arrival: Any) -> None:
+    """Start the products; `arrival` says when they are over."""
+    operands_of(cta).start_products(arrival)
+
+
+def sums(cta: Cta, cursor: RowCursor) -> list[Any]:
+    """Products of this warp's rows of the tile with each block of probes, as `StateRows.products` returns them."""
+    scales = []
+    if operands_of(cta).shape.scaled:
+        places = CopyPlaces.of(cta.tensors.pool.copy, cursor.slot)
+        first_row = cta.place.head * cta.key.head_dim + cta.place.first_row
+        for row, ahead in cta.channels.pairs:
+            (word,) = load_words(places.tile_scale + ((first_row + row + ahead) >> 4) * 4, 1)
+            scales.append(word.bitcast(Float32))
+    return operands_of(cta).sums(len(cta.channels.pairs), scales)
+
+
+def finish(cta: Cta) -> TileMemory:
+    """Give tensor memory back once every warp has its sums, behind a barrier; the memory for a fold of this head."""
+    operands = operands_of(cta)
+    (address,) = load_shared(operands.slot, 1)
+    cute.arch.barrier()
+    tcgen05.after_sync()
+    tcgen05.release(operands.warp, address, operands.shape.columns)
+    if not operands.shape.fold_bytes:
+        return cta.memory
+    head = operands.thread // cta.tile.threads
+    return replace(cta.memory, staging=operands.base + head * operands.shape.fold_bytes)
