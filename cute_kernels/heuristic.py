@@ -15,7 +15,7 @@ MULTIPROCESSOR_THREADS, MULTIPROCESSOR_CTAS = 2048, 32
 MULTIPROCESSOR_REGISTERS, HELD_REGISTERS = 65536, 128  # the latter of a thread
 DRAWING_REGISTERS = 64  # likewise, of a step that rounds stochastically
 MOST_LARGE_CTAS = 2
-FEW_CTAS, ENOUGH_CTAS = 264, 900  # about 2 and 7 on each of an H200's multiprocessors
+FEW_CTAS = 264  # 2 on each of an H200's multiprocessors
 
 
 def smem_bytes(key: StepKey) -> int:
@@ -72,7 +72,7 @@ def on_tensor_memory(key: StepKey, arch: Arch) -> StepKey | None:
     A CTA has then up to 64 KiB of the state: two or three of them on a multiprocessor have most of it under way.
     """
     for warps in (1, 2, 4):
-        candidate = replace(key, config=replace(key.config, warps=warps, heads=1, readout="tcgen05"))
+        candidate = replace(key, config=replace(key.config, warps=warps, readout="tcgen05"))
         small = candidate.heads_together * Tile.of(candidate).bytes <= LARGEST_CHANNEL_TILE_BYTES
         if warps >= key.config.warps and small and not invalid_reason(candidate, arch):
             return candidate
@@ -93,14 +93,13 @@ def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
     80 with 1), but 16 where there is no other CTA to fill a multiprocessor (Super, NVFP4, batch 1: 6.7 -> 6.1). They
     are as precise as what is made of them: 16 bits for outputs and records of 16 bits.
 
-    With an NVFP4 copy scoring the records is as much work as a head, so a CTA takes several of a key head as long as
-    there are enough CTAs (Super, batch 256: 73 -> 63 us with 8 heads, of 8 tokens 103 -> 89; batch 32: 16.0 -> 14.3
-    with 4, 15.4 with 8). Two probes need so many registers that it does not pay (GDN 122B: 76 -> 81), wider codes so
-    much shared memory (Super, FP8: 83 -> 86).
+    A CTA takes one head. With an NVFP4 copy, where scoring the records is as much work as a head, several are faster as
+    long as no row folds (Super, batch 256: 73 -> 62 us with 8 heads, of 8 tokens 95 -> 89), but a row that folds then
+    has few CTAs: where rows fold at different steps, 1 in 16 at a time, one head is (126 us, more with 2, 4 and 8).
 
     The compiler is told how many CTAs to leave room for where the registers that this allows made a step faster: a
     token with decays by channel on tiles so large that they are few (311 -> 280 us), and several tokens with an NVFP4
-    copy (Super: 93 -> 89).
+    copy (Super: 100 -> 95).
 
     Stochastic rounding takes a 16-bit step of Mamba-2 from 62 to 66 registers, which leave room for a CTA fewer. Told
     to leave room for 8, the compiler keeps to 64, without spills (sm_90a, compiled 2026-11-30, not timed).
@@ -113,10 +112,8 @@ def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
     fold_values = 32 if key.checkpoint_dtype == "float32" or key.probes > 1 else 16
     precision: Precision = "fp32" if "float32" in (key.activation_dtype, key.record_dtype) else "tf32"
     channels, nvfp4 = isinstance(key.options, KdaOptions), key.read_dtype == "nvfp4"
-    heads = _heads(key, batch) if nvfp4 and key.probes == 1 else 1
     for split in (1, 2, 4, 5, 8):
-        config = StepConfig(split, fold_values=fold_values, precision=precision, heads=heads if split == 1 else 1)
-        candidate = replace(key, config=config)
+        candidate = replace(key, config=StepConfig(split, fold_values=fold_values, precision=precision))
         tile = Tile.of(candidate)
         if key.drafts:
             rows = 32 if tile.read_bits >= 16 else 128 if nvfp4 and key.num_tokens == 1 else 64
@@ -140,9 +137,3 @@ def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
             ctas = room(candidate) if channels and room(candidate) <= MOST_LARGE_CTAS else 1
         return replace(candidate.config, ctas=ctas)
     return None
-
-
-def _heads(key: StepKey, batch: int) -> int:
-    """The most heads of a CTA, a power of two up to 8, that leave enough CTAs."""
-    of_group, rows = key.num_v_heads // key.num_k_heads, batch * key.num_v_heads
-    return max(n for n in (1, 2, 4, 8) if n == 1 or (of_group % n == 0 and rows // n >= ENOUGH_CTAS))

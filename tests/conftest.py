@@ -18,6 +18,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from replayssm import tuned
+
 OLDEST_CAPABILITY = (9, 0)
 LIBRARY = ("replayssm", "cute_kernels")
 
@@ -81,9 +83,10 @@ def _kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _no_tables_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Plan with what the package ships, whatever the user has tuned."""
+def _no_tables(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Plan with the heuristic, whatever the user has tuned and the package ships."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuned, "SHIPPED", tmp_path_factory.mktemp("shipped"))
         patch.delenv("REPLAYSSM_TUNED", raising=False)
         patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
         yield

@@ -97,7 +97,7 @@ def test_the_order_of_sources(home: Home) -> None:
 
 
 def test_a_plan_has_every_launch_parameter_of_the_table(home: Home) -> None:
-    """All differ from the heuristic's."""
+    """All differ from the heuristic's, but for the heads of a CTA: without a copy there is one."""
     entry = StepConfig(split=2, warps=8, ctas=3, fold_values=8)
     home("user", table(entries={Shape.of(LAYER, REPLAY, 1): {8: Choice(tabled(entry), 10.0)}}))
     made = planned()
@@ -106,7 +106,7 @@ def test_a_plan_has_every_launch_parameter_of_the_table(home: Home) -> None:
     plan._planned.cache_clear()
     tuned.user_path().unlink()
     others = tabled(planned().key.config)
-    assert not [name for name, value in tabled(entry).items() if value == others[name]]
+    assert [name for name, value in tabled(entry).items() if value == others[name]] == ["heads"]
 
 
 def test_a_source_without_the_shape_leaves_it_to_the_next(home: Home) -> None:
@@ -302,9 +302,8 @@ def test_a_cached_plan_reads_no_file_and_takes_two_microseconds(home: Home, monk
 
 def test_what_is_shipped_is_valid_and_packaged(repository: Path) -> None:
     assert 'replayssm = ["py.typed", "data/tuned/*.json"]' in (repository / "pyproject.toml").read_text()
-    assert repository / "replayssm/data/tuned" == tuned.SHIPPED
-    for path in tuned.SHIPPED.glob("*.json"):
-        assert read_table(path).entries
+    paths = sorted((repository / "replayssm/data/tuned").glob("*.json"))
+    assert paths and all(read_table(path).entries for path in paths)
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_103a"])

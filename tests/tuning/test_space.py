@@ -41,12 +41,17 @@ def fitting(key: StepKey) -> int:
     return ctas
 
 
+def filling(key: StepKey) -> int:
+    """So many, but where products are on tensor cores no more than 128 registers a thread leave room for."""
+    return min(fitting(key), 65536 // (32 * key.config.warps * 128)) if key.drafts else fitting(key)
+
+
 def enumerated(shape: Shape, arch: Arch) -> list[StepKey]:
     whole = [shape.key({"split": s, "warps": w, "ctas": 1}, 1, arch) for s in range(1, 129) for w in range(1, 17)]
     valid = [key for key in whole if invalid_reason(key, arch) is None]
     folds = [replace(key, config=replace(key.config, fold_values=f)) for key in valid for f in range(1, 65)]
     folds = [key for key in folds if invalid_reason(key, arch) is None]
-    return folds + [replace(key, config=replace(key.config, ctas=fitting(key))) for key in folds]
+    return folds + [replace(key, config=replace(key.config, ctas=filling(key))) for key in folds]
 
 
 @pytest.mark.parametrize("layer", LAYERS, ids=str)
@@ -56,7 +61,7 @@ def test_every_kernel_once(layer: LayerSpec) -> None:
         kernels = [kernel_of(c.key) for c in found]
         assert len(set(kernels)) == len(kernels)
         assert all(invalid_reason(c.key, ARCH) is None for c in found)
-        assert all(c.room == fitting(c.key) and c.config.ctas in (1, c.room) for c in found)
+        assert all(c.room == fitting(c.key) and c.config.ctas in (1, filling(c.key)) for c in found)
         wanted = {kernel_of(key) for key in enumerated(shape, ARCH)}
         powers = {kernel for kernel in wanted if kernel[-1].bit_count() == 1}
         assert powers <= set(kernels) <= wanted
@@ -68,7 +73,7 @@ def test_the_heuristics_choice_comes_first_and_all_are_as_exact(name: str, arch:
     for shape in shapes(lookup(name).layer):
         found = candidates(shape, 1, ARCHES[arch])
         assert found[0].config == heuristic_config(found[0].key, 1, ARCHES[arch])
-        assert found[0].config.ctas in (1, fitting(found[0].key))
+        assert found[0].config.ctas in (1, filling(found[0].key))
         assert {c.config.precision for c in found} == {found[0].config.precision}
         assert {c.config.readout for c in found} == {found[0].config.readout}
         # Heads of 64 rows are whole on tcgen05.
@@ -198,7 +203,7 @@ def kept_of(name: str, replay: ReplaySpec, rows: int) -> list[StepConfig]:
 @pytest.mark.parametrize("tokens", [1, 8])
 @pytest.mark.parametrize("read", [None, "nvfp4"])
 def test_few_candidates_are_left_to_compile(name: str, tp: int, tokens: int, read: ReadDtype | None) -> None:
-    """Over all batches of a table at most 45 kernels of up to 140, and the heuristic's stays the first."""
+    """Over all batches of a table at most 80 kernels of up to 220, and the heuristic's stays the first."""
     shape = lookup(name, tp=tp).layer
     for state in (torch.float32,) if read else (torch.float32, torch.bfloat16):
         replay = ReplaySpec(16, tokens, state, read_dtype=read)
@@ -210,8 +215,8 @@ def test_few_candidates_are_left_to_compile(name: str, tp: int, tokens: int, rea
             assert kept[0] is found[0]
             compiled |= {kernel_of(c.key) for c in kept}
             timed += len(kept)
-        assert len(compiled) <= 45 and timed <= 175
-        assert len(compiled) <= max(20, 0.6 * len(all_of))
+        assert len(compiled) <= 80 and timed <= 220
+        assert len(compiled) <= max(20, 0.8 * len(all_of))
 
 
 @pytest.mark.parametrize(
