@@ -12,7 +12,7 @@ from cute_kernels.operands import OperandShape, unfit_reason
 LARGEST_TILE_BYTES, LARGEST_CHANNEL_TILE_BYTES = 40 * 1024, 64 * 1024
 MULTIPROCESSOR_SMEM_BYTES, RESERVED_SMEM_BYTES = 228 * 1024, 1024  # of sm_90 to sm_103; the latter of each CTA
 MULTIPROCESSOR_THREADS, MULTIPROCESSOR_CTAS = 2048, 32
-MULTIPROCESSOR_REGISTERS, HELD_REGISTERS = 65536, 128  # the latter of a thread
+MULTIPROCESSOR_REGISTERS, HELD_REGISTERS, LONE_REGISTERS = 65536, 128, 160  # the latter two of a thread
 DRAWING_REGISTERS = 64  # likewise, of a step that rounds stochastically
 MOST_LARGE_CTAS = 2
 FEW_CTAS = 264  # 2 on each of an H200's multiprocessors
@@ -88,18 +88,20 @@ def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
     themselves that work is so much that larger tiles are better (GLM-5.3-Flash, batch 256: 294 -> 280 us, of 8 tokens
     659 -> 503; this and what follows H200, 2026-11-30), except for a token with decays in bfloat16 (281 -> 294).
 
-    Products on tensor cores take few warps, since all of them wait for the scores of all: 32 rows a warp, 64 of codes,
-    128 of NVFP4 and one token (Super, batch 256, 8 tokens: 316 us with 4 warps, 282 with 2; GDN 122B, NVFP4: 85 with 2,
-    80 with 1), but 16 where there is no other CTA to fill a multiprocessor (Super, NVFP4, batch 1: 6.7 -> 6.1). They
-    are as precise as what is made of them: 16 bits for outputs and records of 16 bits.
+    Products on tensor cores take few warps, since all of them wait for the scores of all: 32 rows a warp, 64 of codes
+    (Super, batch 256, 8 tokens: 316 us with 4 warps, 282 with 2), but 16 where there is no other CTA to fill a
+    multiprocessor (Super, NVFP4, batch 1: 6.7 -> 6.1). 128 rows of a delta rule with an NVFP4 copy would spill, and are
+    faster only as long as no row folds (GDN 122B: 85 us with 2 warps, 76 with 1, but 135 with 2 where 1 row in 16
+    folds, more with 1). Products are as precise as what is made of them: 16 bits for outputs and records of 16 bits.
 
     A CTA takes one head. With an NVFP4 copy, where scoring the records is as much work as a head, several are faster as
-    long as no row folds (Super, batch 256: 73 -> 62 us with 8 heads, of 8 tokens 95 -> 89), but a row that folds then
-    has few CTAs: where rows fold at different steps, 1 in 16 at a time, one head is (126 us, more with 2, 4 and 8).
+    long as no row folds (Super, batch 256: 73 -> 62 us with 8 heads, of 8 tokens 95 -> 89). But a row that folds then has
+    few CTAs: where 1 row in 16 folds at a time, as in a server, it is 126 us with one head and 228 with 8, at batch 32 26
+    and, with 4, 65.
 
     The compiler is told how many CTAs to leave room for where the registers that this allows made a step faster: a
     token with decays by channel on tiles so large that they are few (311 -> 280 us), and several tokens with an NVFP4
-    copy (Super: 100 -> 95).
+    copy (Super: 100 -> 95). Left alone it spills to fit a CTA more with one token of Gated DeltaNet and such a copy.
 
     Stochastic rounding takes a 16-bit step of Mamba-2 from 62 to 66 registers, which leave room for a CTA fewer. Told
     to leave room for 8, the compiler keeps to 64, without spills (sm_90a, compiled 2026-11-30, not timed).
@@ -116,7 +118,7 @@ def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
         candidate = replace(key, config=StepConfig(split, fold_values=fold_values, precision=precision))
         tile = Tile.of(candidate)
         if key.drafts:
-            rows = 32 if tile.read_bits >= 16 else 128 if nvfp4 and key.num_tokens == 1 else 64
+            rows = 32 if tile.read_bits >= 16 else 64
             if nvfp4 and key.probes == key.num_tokens == 1 and batch * key.num_v_heads < FEW_CTAS:
                 rows = ROW_BLOCK
             warps = 1 << max(0, (tile.rows // rows).bit_length() - 1)
@@ -129,8 +131,10 @@ def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
         if tile.bytes > most or invalid_reason(candidate, arch):
             continue
         if key.drafts:
-            held = nvfp4 and key.probes == 1 and key.num_tokens > 1 and candidate.config.readout == "mma"
-            ctas = min(room(candidate), MULTIPROCESSOR_REGISTERS // (tile.threads * HELD_REGISTERS)) if held else 1
+            held = nvfp4 and not channels and (key.probes == 1) == (key.num_tokens > 1)
+            most = HELD_REGISTERS if key.probes == 1 else LONE_REGISTERS
+            ctas = min(room(candidate), MULTIPROCESSOR_REGISTERS // (tile.threads * most))
+            ctas = ctas if held and candidate.config.readout == "mma" else 1
         elif key.rounding == "stochastic" and key.probes == 1:
             ctas = min(room(candidate), MULTIPROCESSOR_REGISTERS // (tile.threads * DRAWING_REGISTERS))
         else:

@@ -91,6 +91,22 @@ def change_table(records: Sequence[Record], words: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
+def peers_table(records: Sequence[Record], words: Sequence[str]) -> str:
+    """Steps of another package beside ours (`peers.compare`)."""
+    columns = ("layer", "batch", "peer", "its step", "ours, non-flush", "times", "ours, fold")
+    lines = [line(*columns), "|---" * len(columns) + "|"]
+    for record in records:
+        by_layer: dict[tuple[str, int], dict[str, float]] = {}
+        for entry in record["entries"]:
+            by_layer.setdefault((entry["model"], entry["rows"]), {})[entry["what"]] = entry["median_us"]
+        for (model, rows), times in by_layer.items():
+            (peer,) = set(times) - {"nonflush", "flush"}
+            ours = times["nonflush"]
+            figures = (time_of(times[peer]), time_of(ours), f"{times[peer] / ours:.2f}", time_of(times["flush"]))
+            lines.append(line(model, rows, f"{peer} {record['peers'][peer]}", *figures))
+    return "\n".join(lines)
+
+
 def resources_table(records: Sequence[Record], words: Sequence[str]) -> str:
     """Registers, spills, shared memory and instructions of compiled kernels whose names begin with one of the words."""
     lines = [line("kernel", "architecture", "registers", "frame bytes", "shared KiB", "instructions"), "|---" * 6 + "|"]
@@ -110,6 +126,7 @@ TABLES: dict[str, Make] = {
     "probes": probes_table,
     "others": others_table,
     "change": change_table,
+    "peers": peers_table,
     "resources": resources_table,
 }
 MADE = re.compile(r"<!-- ([\w-]+) ((?:\S+ )+)-->\n.*?<!-- end -->", re.DOTALL)

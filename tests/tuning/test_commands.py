@@ -396,6 +396,7 @@ def test_the_document_shows_what_the_commands_print(repository: Path, monkeypatc
     """But for `doctor`, whose output is that of one machine."""
     monkeypatch.chdir(repository)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(tuned, "SHIPPED", repository / "replayssm/data/tuned")
     blocks = (repository / "docs/tuning.md").read_text().split("```\n$ replayssm ")[1:]
     shown = [block.partition("\n```")[0].splitlines() for block in blocks]
     assert {lines[0].split()[0] for lines in shown} == {"tune", "show", "window", "doctor"}
