@@ -27,10 +27,10 @@ class StepConfig:
             1, 2 or 4: a CTA then has 4, of as many heads.
         ctas: CTAs that the registers of a multiprocessor must have room for; 1 leaves it to the compiler.
         fold_values: state values that a thread of a fold keeps in registers at a time.
+        heads: of one key head that a CTA takes one after the other, where a copy is read: it scores the records once.
         precision: of the products of several tokens, on tensor cores: a float32 factor becomes the sum of 3 bfloat16
             terms ("fp32", all of its 24 bits), of 2 ("tf32", 16 bits, more than TF32 has) or 1 ("bf16", 8 bits).
             Sums are float32, and a 16-bit factor is never rounded. One token's products are always float32.
-        heads: of one key head that a CTA takes one after the other, where a copy is read: it scores the records once.
         readout: what multiplies the state by several tokens' probes: "mma", registers of all warps, or "tcgen05",
             tensor memory (`operands.OperandShape` says what precision means there).
     """
@@ -39,8 +39,8 @@ class StepConfig:
     warps: int = 4
     ctas: int = 1
     fold_values: int = 16
-    precision: Precision = "fp32"
     heads: int = 1
+    precision: Precision = "fp32"
     readout: Readout = "mma"
 
 

@@ -120,12 +120,12 @@ class Kernel:
     @property
     def occupancy(self) -> int:
         """CTAs of a multiprocessor, by registers, warps and shared memory."""
-        tile = Tile.of(self.key)
+        key = self.key
         of_warp = -(-self.registers * WARP // REGISTER_UNIT) * REGISTER_UNIT
         warps = SCHEDULERS * (MULTIPROCESSOR_REGISTERS // SCHEDULERS // of_warp)
-        by_memory = MULTIPROCESSOR_SMEM_BYTES // (smem_bytes(self.key) + RESERVED_SMEM_BYTES)
-        by_threads = MULTIPROCESSOR_THREADS // tile.threads
-        return max(1, min(warps // tile.warps, by_memory, by_threads, MULTIPROCESSOR_CTAS))
+        by_memory = MULTIPROCESSOR_SMEM_BYTES // (smem_bytes(key) + RESERVED_SMEM_BYTES)
+        by_threads = MULTIPROCESSOR_THREADS // key.threads
+        return max(1, min(warps // (key.threads // WARP), by_memory, by_threads, MULTIPROCESSOR_CTAS))
 
     def path(self, *, folds: bool, records: int) -> Path:
         """What a warp of a row issues that holds so many records."""
@@ -156,6 +156,11 @@ class Prediction:
     shared_bytes: float
 
 
+def ctas_of_row(key: StepKey) -> int:
+    """CTAs that a launch has for each row."""
+    return key.num_v_heads * key.config.split // (key.config.heads * key.heads_together)
+
+
 @dataclass(frozen=True)
 class _Rows:
     """Rows of a launch that do the same."""
@@ -178,13 +183,12 @@ def predict(kernel: Kernel, case: StepCase, device: Device) -> Prediction:
     """
     if kernel.arch != device.arch:
         raise ValueError(f"kernel: expected one for {device.arch} ({device.name}), got one for {kernel.arch}")
-    key, tile = kernel.key, Tile.of(kernel.key)
-    groups = []
+    key, groups = kernel.key, []
     for records, count in Counter(case.live_records).items():
         folds = records + case.num_tokens > case.replay.window
         path = kernel.path(folds=folds, records=records)
         groups.append(_Rows(count, case.traffic(records, count), path))
-    row_ctas = key.num_v_heads * key.config.split
+    row_ctas, cta_warps = ctas_of_row(key), key.threads // WARP
     ctas = case.rows * row_ctas
     share = ctas / device.multiprocessors
     memory, num_bytes = _memory(kernel, groups, device)
@@ -194,11 +198,11 @@ def predict(kernel: Kernel, case: StepCase, device: Device) -> Prediction:
     for rows in groups:
         for name, number in instructions(rows.path.issued).items():
             counts[name] += number * rows.count / case.rows
-        warps = rows.count * row_ctas * tile.warps
+        warps = rows.count * row_ctas * cta_warps
         for name, cycles in pipe_cycles(rows.path.issued).items():
             pipes[name] += cycles * warps
         shared += warps * WARP * sum(n * one.bits // 8 for one, n in rows.path.issued.items() if one.opcode in SHARED)
-    resident = min(kernel.occupancy, max(1.0, share)) * tile.warps / SCHEDULERS
+    resident = min(kernel.occupancy, max(1.0, share)) * cta_warps / SCHEDULERS
     # A multiprocessor gets whole CTAs.
     uneven = math.ceil(share) / share if share > 1 else 1.0
     cycles_us = (resident + CONTENTION) / resident * uneven / (device.multiprocessors * SCHEDULERS * device.clock_mhz)
@@ -222,7 +226,7 @@ def _memory(kernel: Kernel, groups: Iterable[_Rows], device: Device) -> tuple[fl
     """Microseconds and bytes of what goes through HBM."""
     key, tile = kernel.key, Tile.of(kernel.key)
     groups = list(groups)
-    row_ctas = key.num_v_heads * key.config.split
+    row_ctas, cta_warps = ctas_of_row(key), key.threads // WARP
     state = key.num_v_heads * key.head_dim * key.d_state * tile.state_size
     time = num_bytes = 0.0
     # Everything that the launch has touched may lie in L2 when rows are read again.
@@ -233,8 +237,8 @@ def _memory(kernel: Kernel, groups: Iterable[_Rows], device: Device) -> tuple[fl
         read = traffic.total_bytes - written
         again = 0
         if traffic.folds and key.read_dtype is not None:
-            read += rows.count * row_ctas * tile.bytes
-            again = rows.path.loaded_bytes * WARP * tile.warps * row_ctas - state
+            read += rows.count * key.num_v_heads * key.config.split * tile.bytes
+            again = rows.path.loaded_bytes * WARP * cta_warps * row_ctas - state
             again = rows.count * min(max(0, again), state)
         time += read / device.read_rate + written / device.write_rate + again / again_rate
         num_bytes += read + written + (again if again_rate == device.read_rate else 0)

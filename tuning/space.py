@@ -102,9 +102,9 @@ def candidates(shape: Shape, batch: int, arch: Arch) -> tuple[Candidate, ...]:
 
 def _filling(key: StepKey) -> StepKey:
     """The same with no more registers than leave room for all CTAs that fit otherwise, but for `HELD_REGISTERS` where
-    products are made on tensor cores."""
+    a copy is read, whose tiles are small."""
     ctas = room(key)
-    if key.drafts:
+    if key.read_dtype is not None:
         ctas = min(ctas, max(1, MULTIPROCESSOR_REGISTERS // (Tile.of(key).threads * HELD_REGISTERS)))
     return replace(key, config=replace(key.config, ctas=ctas))
 

@@ -177,7 +177,7 @@ def plan_facts(job: Job, arch: str) -> Facts:
         return {**_head(job), "source": None, "config": None, "why": f"no kernel: {error}"}
     found = tuned.find(layer, replay, num_tokens=tokens, batch=job.rows, arch=arch)
     if found is None:
-        searched = [str(path) for _, path, _ in tuned.tables(arch)]
+        searched = [path.name if path.parent == tuned.SHIPPED else str(path) for _, path, _ in tuned.tables(arch)]
         where = (
             f"not in {', '.join(searched)}" if searched else f"no tuned table for {tuned.local_device(arch) or arch}"
         )

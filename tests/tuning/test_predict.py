@@ -165,11 +165,11 @@ def test_the_document_shows_the_record() -> None:
 
 
 def test_predictions_are_near_the_measurements() -> None:
-    """15 % is what the document claims of steps whose rows all do the same."""
+    """15 % is what the document claims of 19 in 20 steps whose rows all do the same."""
     same = [entry for entry in recorded() if entry["what"] != "mixed"]
     ratios = [entry["predicted"]["H200"]["us"] / entry["measured"]["median_us"] for entry in same]
     near = sum(abs(ratio - 1) <= WITHIN for ratio in ratios)
-    assert len(same) > 150 and near / len(same) >= 0.98
+    assert len(same) > 200 and near / len(same) >= 0.95
     assert math.isclose(math.exp(sum(map(math.log, ratios)) / len(ratios)), 1, abs_tol=0.03)  # neither high nor low
 
 
@@ -184,9 +184,8 @@ def test_the_record_is_what_the_model_says() -> None:
     make = kernels()
     for entry in wanted.values():
         record = [ROOT / "docs" / "records" / entry["measured"]["record"]]
-        (one,) = [
-            x for x in compared(record, (entry["what"],)) if x.entry["median_us"] == entry["measured"]["median_us"]
-        ]
+        facts = ("layer", "replay", "rows", "num_tokens")
+        (one,) = [x for x in compared(record, (entry["what"],)) if all(x.entry[name] == entry[name] for name in facts)]
         for device in (H200, B300):
             found = predict(make(one.key, device.arch), one.case, device)
             assert found.us == pytest.approx(entry["predicted"][device.name]["us"], rel=0.05)
@@ -217,10 +216,10 @@ def test_launch_parameters_are_ordered_as_measured(
 def test_only_kernels_of_today_are_compared(tmp_path: Path) -> None:
     source = ROOT / "docs" / "records" / "2026-11-30-h200-nemotron-3-super-windows.json"
     record = json.loads(source.read_text())
-    assert {one.case.replay.window for one in compared([source], ("nonflush",))} == {16}
-    later = tmp_path / "later.json"
-    later.write_text(json.dumps({**record, "date": "2026-12-24T00:00:00+00:00"}))
-    assert {one.case.replay.window for one in compared([later], ("nonflush",))} == {16, 24, 32, 48}
+    assert {one.case.replay.window for one in compared([source], ("nonflush",))} == {16, 24, 32, 48}
+    earlier = tmp_path / "earlier.json"
+    earlier.write_text(json.dumps({**record, "date": "2026-11-30T05:00:00+00:00"}))
+    assert not list(compared([earlier], ("nonflush",)))
     silent = tmp_path / "silent.json"
     entries = [{name: value for name, value in entry.items() if name != "config"} for entry in record["entries"]]
     silent.write_text(json.dumps({**record, "entries": entries}))

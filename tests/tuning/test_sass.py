@@ -162,7 +162,7 @@ KERNELS = [
     ("nemotron-3-super", torch.float32, 1, None, "sm_90a"),
     ("nemotron-3-super", torch.bfloat16, 1, None, "sm_103a"),
     ("qwen3.5-122b-a10b", torch.bfloat16, 8, None, "sm_100a"),
-    ("glm-5.3-flash", torch.float32, 1, "nvfp4", "sm_103a"),
+    ("glm-5.3-flash", torch.float32, 1, None, "sm_103a"),
 ]
 
 

@@ -42,8 +42,8 @@ def fitting(key: StepKey) -> int:
 
 
 def filling(key: StepKey) -> int:
-    """So many, but where products are on tensor cores no more than 128 registers a thread leave room for."""
-    return min(fitting(key), 65536 // (32 * key.config.warps * 128)) if key.drafts else fitting(key)
+    """So many, but where a copy is read no more than 128 registers a thread leave room for."""
+    return min(fitting(key), 65536 // (32 * key.config.warps * 128)) if key.read_dtype else fitting(key)
 
 
 def enumerated(shape: Shape, arch: Arch) -> list[StepKey]:
@@ -215,7 +215,7 @@ def test_few_candidates_are_left_to_compile(name: str, tp: int, tokens: int, rea
             assert kept[0] is found[0]
             compiled |= {kernel_of(c.key) for c in kept}
             timed += len(kept)
-        assert len(compiled) <= 80 and timed <= 220
+        assert len(compiled) <= 80 and timed <= 230
         assert len(compiled) <= max(20, 0.8 * len(all_of))
 
 
