@@ -96,7 +96,7 @@ def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
 
     A CTA takes one head. With an NVFP4 copy, where scoring the records is as much work as a head, several are faster as
     long as no row folds (Super, batch 256: 73 -> 62 us with 8 heads, of 8 tokens 95 -> 89). But a row that folds then
-    has few CTAs: where 1 row in 16 folds at a time, as in a server, 8 heads take 228 us and one 126, at batch 32 4 heads
+    has few CTAs: where 1 row in 16 folds at a time, as in a server, 8 heads take 228 us and one 126, at batch 32 4 take
     65 and one 26.
 
     The compiler is told how many CTAs to leave room for where the registers that this allows made a step faster: a
