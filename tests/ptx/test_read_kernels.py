@@ -245,7 +245,7 @@ def test_the_kernel_without_a_fault_passes(read: ReadDtype) -> None:
 
 
 def test_a_shared_tile_holds_codes() -> None:
-    """A CTA takes shared memory for the codes, not for the checkpoint."""
+    """A CTA takes shared memory for the codes, not for the checkpoint, and a fold stages its records over the codes."""
     taken = {}
     for read in (None, "nvfp4"):
         bench = Bench("sm_90a")
@@ -253,4 +253,4 @@ def test_a_shared_tile_holds_codes() -> None:
             replace(PLAIN["nvfp4"].scene, read_dtype=read, case=case("mamba2", 64, 64, 4, BF16, F32)), bench
         ).step()
         taken[read] = bench.launches[0].shared_bytes
-    assert taken["nvfp4"] == taken[None] - 64 * 64 * 4 + 64 * 64 // 2
+    assert taken["nvfp4"] == taken[None] - 64 * 64 * 4 > 64 * 64 // 2
