@@ -14,7 +14,7 @@ MULTIPROCESSOR_SMEM_BYTES, RESERVED_SMEM_BYTES = 228 * 1024, 1024  # of sm_90 to
 MULTIPROCESSOR_THREADS, MULTIPROCESSOR_CTAS = 2048, 32
 MULTIPROCESSOR_REGISTERS, HELD_REGISTERS, LONE_REGISTERS = 65536, 128, 160  # the latter two of a thread
 DRAWING_REGISTERS = 64  # likewise, of a step that rounds stochastically
-MOST_LARGE_CTAS, MOST_SMALL_CTAS = 2, 4  # tiles of a float32 and of a 16-bit checkpoint whose channels decay
+MOST_LARGE_CTAS = 2
 FEW_CTAS = 264  # 2 on each of an H200's multiprocessors
 
 
@@ -101,8 +101,7 @@ def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
 
     The compiler is told how many CTAs to leave room for where the registers that this allows made a step faster: a
     token with decays by channel on tiles so large that they are few (311 -> 280 us), and several tokens with an NVFP4
-    copy (Super: 100 -> 95). Left alone it spills to fit a CTA more with one token of Gated DeltaNet and such a copy,
-    and with one of Kimi Delta Attention and a 16-bit checkpoint (not timed).
+    copy (Super: 100 -> 95). Left alone it spills to fit a CTA more with one token of Gated DeltaNet and such a copy.
 
     Stochastic rounding takes a 16-bit step of Mamba-2 from 62 to 66 registers, which leave room for a CTA fewer. Told
     to leave room for 8, the compiler keeps to 64, without spills (sm_90a, compiled 2026-11-30, not timed).
@@ -139,7 +138,6 @@ def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
         elif key.rounding == "stochastic" and key.probes == 1:
             ctas = min(room(candidate), MULTIPROCESSOR_REGISTERS // (tile.threads * DRAWING_REGISTERS))
         else:
-            few = MOST_LARGE_CTAS if key.checkpoint_dtype == "float32" else MOST_SMALL_CTAS
-            ctas = room(candidate) if channels and room(candidate) <= few else 1
+            ctas = room(candidate) if channels and room(candidate) <= MOST_LARGE_CTAS else 1
         return replace(candidate.config, ctas=ctas)
     return None

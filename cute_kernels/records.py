@@ -125,9 +125,18 @@ class TileMemory:
     arrival: Any
 
     @classmethod
-    def allocate(cls, tile_bytes: int, staging_bytes: int, tiles: int = 1, alignment: int = 128) -> TileMemory:
-        """Reserve the memory, the tiles' at a multiple of `alignment` and what is staged directly behind them;
-        `bulk_init` must make the barriers."""
+    def allocate(cls, tile_bytes: int, staging_bytes: int) -> TileMemory:
+        """Reserve the memory; `bulk_init` must make the barrier."""
+        smem = cutlass.AddressSpace.smem
+        state = cutlass.Array(Uint32, (tile_bytes // 4,), space=smem, alignment=128)
+        staging = cutlass.Array(Uint32, (staging_bytes // 4,), space=smem, alignment=16)
+        barrier = cutlass.Array(Int64, (1,), space=smem, alignment=8)
+        return cls(Int32(state.data_ptr().toint()), Int32(staging.data_ptr().toint()), barrier.data_ptr())
+
+    @classmethod
+    def of_tiles(cls, tile_bytes: int, staging_bytes: int, tiles: int, alignment: int) -> TileMemory:
+        """The same of several tiles, the first at a multiple of `alignment` and what is staged directly behind the
+        last; a barrier for each."""
         smem = cutlass.AddressSpace.smem
         memory = cutlass.Array(Uint32, ((tiles * tile_bytes + staging_bytes) // 4,), space=smem, alignment=alignment)
         barriers = cutlass.Array(Int64, (tiles,), space=smem, alignment=8)

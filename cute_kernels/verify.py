@@ -402,7 +402,7 @@ def verify_kernel(tensors: StepTensors, total: Int32, pad_slot: Int32, key: cutl
     thread, head = place.thread, place.head
     heads, staging = key.heads_together, shape.staging_bytes(tile)
     tile_bytes, alignment = (OperandShape.of(key).bytes, 1024) if shape.tensor else (tile.bytes, 128)
-    shared = TileMemory.allocate(tile_bytes, heads * staging, shape.tiles, alignment)
+    shared = TileMemory.of_tiles(tile_bytes, heads * staging, shape.tiles, alignment)
     if cutlass.const_expr(key.rows.pdl):
         cute.arch.griddepcontrol_wait()
     slot = load_slot(tensors.rows.cache_indices, row, key.rows.index_dtype)

@@ -18,7 +18,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from replayssm import tuned
+from replayssm import plan, tuned
 
 OLDEST_CAPABILITY = (9, 0)
 LIBRARY = ("replayssm", "cute_kernels")
@@ -89,6 +89,8 @@ def _no_tables(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setattr(tuned, "SHIPPED", tmp_path_factory.mktemp("shipped"))
         patch.delenv("REPLAYSSM_TUNED", raising=False)
         patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
+        for cache in (tuned.tables, plan._planned):  # which collecting the tests may have filled
+            cache.cache_clear()
         yield
 
 

@@ -139,7 +139,7 @@ HEURISTIC: list[tuple[Recurrence, ReplaySpec, int, StepConfig]] = [
     ("gdn", FLOAT32, 8, StepConfig(split=2, warps=2, fold_values=32)),
     ("gdn", BFLOAT16, 8, StepConfig(warps=4, fold_values=32)),
     ("kda", FLOAT32, 1, StepConfig(ctas=2, fold_values=32)),
-    ("kda", BFLOAT16, 1, StepConfig(ctas=4, fold_values=32)),
+    ("kda", BFLOAT16, 1, StepConfig(fold_values=32)),
     ("kda", FLOAT32, 8, StepConfig(warps=4, fold_values=32)),
 ]
 
