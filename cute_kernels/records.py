@@ -135,13 +135,11 @@ class TileMemory:
 
     @classmethod
     def of_tiles(cls, tile_bytes: int, staging_bytes: int, tiles: int, alignment: int) -> TileMemory:
-        """The same of several tiles, the first at a multiple of `alignment` and what is staged directly behind the
-        last; a barrier for each."""
+        """The same of several tiles, at a multiple of `alignment`, with what is staged behind them; a barrier each."""
         smem = cutlass.AddressSpace.smem
         memory = cutlass.Array(Uint32, ((tiles * tile_bytes + staging_bytes) // 4,), space=smem, alignment=alignment)
         barriers = cutlass.Array(Int64, (tiles,), space=smem, alignment=8)
-        state = Int32(memory.data_ptr().toint())
-        return cls(state, state + tiles * tile_bytes, barriers.data_ptr())
+        return cls(state := Int32(memory.data_ptr().toint()), state + tiles * tile_bytes, barriers.data_ptr())
 
 
 @dataclass(frozen=True)
