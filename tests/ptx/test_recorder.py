@@ -53,8 +53,8 @@ def groups_of(work: Work, out: Tensor) -> list[Any]:
     """The arguments of a step as `ops` passes them."""
     x, dt, B, C, A, D, z, dt_bias, *_ = work.inputs
     rows = (work.cache_indices, None if work.force_fold is None else work.force_fold.view(torch.uint8), None)
-    cursors = (work.cursors.ring_start, work.cursors.num_committed)
-    pool = (*work.pool.tensors[:4], *work.pool.read_parts)
+    cursors = (work.cursors.ring_start, work.cursors.num_committed, work.cursors.fold_count)
+    pool = (*work.pool.tensors[:4], *work.pool.read_parts, work.pool.seed)
     return [pool, cursors, rows, (x, dt, B, C, z), (A, D, dt_bias), out, work.pad_slot_id]
 
 
