@@ -49,6 +49,11 @@ class DraftShape:
         return self.tokens == 1 and not self.tensor
 
     @property
+    def block_vectors(self) -> int:
+        """Vectors of a staged block of probes: of one token each is a block, which every lane has a part of."""
+        return 1 if self.lone else 8
+
+    @property
     def keeps_raw(self) -> bool:
         """Whether scores lie in shared memory as they are too, beside those that a head has weighed."""
         return self.heads > 1 and self.tokens > 1
@@ -94,7 +99,7 @@ class DraftShape:
     def vectors_bytes(self, tile: Tile) -> int:
         """Shared memory of the probes as the state meets them, where channels decay by themselves: [term][probe][K];
         none where they are an operand of tcgen05."""
-        vectors = self.probe_blocks * (1 if self.lone else 8)
+        vectors = self.probe_blocks * self.block_vectors
         return self.terms * vectors * tile.staged_vector_bytes if self.channels and not self.tensor else 0
 
     @property

@@ -133,7 +133,7 @@ class Cta:
         if self.operands:
             return self.operands
         base = self.scores.base + self.shape.scores_bytes + self.shape.between_bytes
-        return StagedVectors(base, self.tile, self.shape.probe_blocks, self.place.lane)
+        return StagedVectors(base, self.tile, self.shape.probe_blocks, self.shape.block_vectors, self.place.lane)
 
     @property
     def probe_tokens(self) -> list[Any]:

@@ -126,7 +126,7 @@ class TileMemory:
 
     @classmethod
     def allocate(cls, tile_bytes: int, staging_bytes: int) -> TileMemory:
-        """Reserve the memory; `bulk_init` must make the barrier."""
+        """Reserve it; `bulk_init` must make the barrier. A symbol each: an address that is a sum takes a register."""
         smem = cutlass.AddressSpace.smem
         state = cutlass.Array(Uint32, (tile_bytes // 4,), space=smem, alignment=128)
         staging = cutlass.Array(Uint32, (staging_bytes // 4,), space=smem, alignment=16)

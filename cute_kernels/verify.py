@@ -94,7 +94,7 @@ def stage_channels(cta: Cta, cursor: RowCursor, early: HeadLoads, records: Any) 
 def stage_probes(cta: Cta, early: HeadLoads, decays: list[list[Any]], records: Any) -> None:
     """Stage this thread's channels of every probe, decayed since the start of the window; zeros where no token is."""
     shape, staged = cta.shape, cta.staged
-    apart = shape.token_blocks * (1 if shape.lone else 8)
+    apart = shape.token_blocks * shape.block_vectors
     scaled = scales_probes(cta.key.read_dtype or "", lone=shape.lone)
     scale = Float32(PROBE_SCALE if scaled else 1.0)
     for own, words, channel, of_channel in zip(

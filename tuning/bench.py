@@ -17,8 +17,7 @@ from rich.console import Console
 from torch import Tensor
 
 import replayssm
-from replayssm.launch import arch_of, options_of
-from replayssm.plan import plan_step
+from replayssm.launch import arch_of
 from replayssm.pool import Pool, default_ring_layout
 from replayssm.spec import ReplaySpec
 from tuning import gate, workload
@@ -215,17 +214,7 @@ class Bench:
         """The launch parameters that the step chose, precision of the products among them, and on what grounds."""
         if self._machine.arch is None:
             return {}
-        rows, num_tokens = work.out.shape[:2]
-        pool = work.pool
-        chosen = plan_step(
-            pool.layer,
-            pool.replay,
-            options_of(work.inputs),
-            arch=self._machine.arch,
-            batch=rows,
-            num_tokens=num_tokens,
-            ring_layout=pool.ring_layout,
-        )
+        chosen = work.plan(self._machine.arch)
         return {"config": {**asdict(chosen.key.config), "source": chosen.source}}
 
     def _refused(self, cases: Mapping[str, StepCase], works: Mapping[str, workload.StepWork]) -> dict[str, str]:

@@ -25,8 +25,7 @@ import replayssm
 from cute_kernels.arch import ARCHES
 from cute_kernels.configs import StepConfig
 from cute_kernels.heuristic import heuristic_config
-from replayssm import ReplaySpec, plan_step
-from replayssm.launch import options_of
+from replayssm import ReplaySpec
 from tuning import gate, workload
 from tuning.bench import Machine
 from tuning.measure import GateFailedError, measure
@@ -111,18 +110,8 @@ class Compared:
 
 def readouts(work: workload.StepWork, arch: str) -> dict[str, StepConfig]:
     """What the architecture's heuristic chooses, and what one without tcgen05 would, where that is another readout."""
-    rows, tokens = work.out.shape[:2]
-    pool = work.pool
-    chosen = plan_step(
-        pool.layer,
-        pool.replay,
-        options_of(work.inputs),
-        arch=arch,
-        batch=rows,
-        num_tokens=tokens,
-        ring_layout=pool.ring_layout,
-    ).key
-    other = heuristic_config(chosen, rows, replace(ARCHES[arch], tensor_columns=0))
+    chosen = work.plan(arch).key
+    other = heuristic_config(chosen, work.out.shape[0], replace(ARCHES[arch], tensor_columns=0))
     configs: dict[str, StepConfig] = {} if other is None else {other.readout: other}
     return configs | {chosen.config.readout: chosen.config}
 

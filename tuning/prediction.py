@@ -17,7 +17,6 @@ from rich.table import Column, Table
 
 from cute_kernels.configs import StepConfig, StepKey
 from replayssm.keys import step_key
-from replayssm.launch import options_of
 from replayssm.plan import plan_step
 from replayssm.pool import default_ring_layout
 from replayssm.tuned import Choice
@@ -27,7 +26,7 @@ from tuning.predict import Kernel, Prediction, facts, predict
 from tuning.report import layer_name, line
 from tuning.shapes import lookup
 from tuning.tuner import Field, launched_key
-from tuning.workload import make_inputs
+from tuning.workload import model_options
 
 WITHIN = 0.15  # what a prediction may err by
 # How much faster than the heuristic's choice another must be predicted to be. Of the eight pairs in docs/prediction.md
@@ -87,11 +86,10 @@ def compared(
 def key_of(case: StepCase, config: StepConfig) -> StepKey:
     """The key of a benchmark's step with these launch parameters."""
     layer, replay = case.shape.layer, case.replay
-    inputs = make_inputs(case.shape, 1, dtype=replay.activation_dtype, device="meta", num_tokens=case.num_tokens)
     return step_key(
         layer,
         replay,
-        options_of(inputs),
+        model_options(case.shape, replay),
         num_tokens=case.num_tokens,
         ring_layout=default_ring_layout(layer),
         config=config,
@@ -101,11 +99,10 @@ def key_of(case: StepCase, config: StepConfig) -> StepKey:
 def planned_key(case: StepCase, arch: str) -> StepKey:
     """The key that a step plans by itself: from a table, or by the rule of thumb."""
     layer, replay = case.shape.layer, case.replay
-    inputs = make_inputs(case.shape, 1, dtype=replay.activation_dtype, device="meta", num_tokens=case.num_tokens)
     return plan_step(
         layer,
         replay,
-        options_of(inputs),
+        model_options(case.shape, replay),
         arch=arch,
         batch=case.rows,
         num_tokens=case.num_tokens,

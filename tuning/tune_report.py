@@ -13,7 +13,6 @@ from rich.progress import Progress as Bar
 from rich.table import Column, Table
 
 from replayssm import tuned
-from replayssm.launch import options_of
 from replayssm.plan import plan_step
 from replayssm.pool import default_ring_layout
 from replayssm.tuned import Shape
@@ -162,12 +161,11 @@ def plan_facts(job: Job, arch: str) -> Facts:
         TunedTableError: as `tuned.tables`.
     """
     layer, replay, tokens = job.shape.layer, job.replay, job.replay.max_draft
-    inputs = workload.make_inputs(job.shape, 1, dtype=replay.activation_dtype, device="meta", num_tokens=tokens)
     try:
         plan = plan_step(
             layer,
             replay,
-            options_of(inputs),
+            workload.model_options(job.shape, replay),
             arch=arch,
             batch=job.rows,
             num_tokens=tokens,

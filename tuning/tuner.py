@@ -22,7 +22,6 @@ import torch
 from cute_kernels.arch import ARCHES
 from cute_kernels.configs import RowOptions, StepKey
 from replayssm.keys import step_key
-from replayssm.launch import options_of
 from replayssm.pool import default_ring_layout
 from replayssm.spec import ReplaySpec
 from replayssm.tuned import Choice, Shape, Table, bucket
@@ -160,13 +159,10 @@ def multiprocessors() -> int:
 def launched_key(job: Job, candidate: Candidate) -> StepKey:
     """The key that a step of the job's workload asks for with the candidate's parameters."""
     layer, replay = job.shape.layer, job.replay
-    inputs = workload.make_inputs(
-        job.shape, 1, dtype=replay.activation_dtype, device="meta", num_tokens=replay.max_draft
-    )
     return step_key(
         layer,
         replay,
-        options_of(inputs),
+        workload.model_options(job.shape, replay),
         num_tokens=replay.max_draft,
         rows=RowOptions("int32"),
         ring_layout=default_ring_layout(layer),

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cute_kernels.configs import Options
 from replayssm.cursors import Cursors
 from replayssm.inputs import GdnInputs, Inputs, KdaInputs, Mamba2Inputs
-from replayssm.launch import value_of
+from replayssm.launch import options_of, value_of
 from replayssm.ops import write_read_copy
+from replayssm.plan import Plan, plan_step
 from replayssm.pool import Pool, RingLayout, record_shapes
 from replayssm.spec import LayerSpec, ReplaySpec
 from tuning.shapes import ModelShape
@@ -161,6 +163,11 @@ def make_inputs(
     )
 
 
+def model_options(shape: ModelShape, replay: ReplaySpec) -> Options:
+    """What a kernel must know of such inputs, none of which is made."""
+    return options_of(make_inputs(shape, 1, dtype=replay.activation_dtype, device="meta"))
+
+
 @dataclass(frozen=True, eq=False)
 class StepWork:
     """One call of the step.
@@ -179,6 +186,20 @@ class StepWork:
     def launch(self, step: Step) -> None:
         """Call the step once."""
         step(self.pool, self.cursors, self.inputs, cache_indices=self.cache_indices, out=self.out)
+
+    def plan(self, arch: str) -> Plan:
+        """What the step chooses for this call."""
+        rows, num_tokens = self.out.shape[:2]
+        pool = self.pool
+        return plan_step(
+            pool.layer,
+            pool.replay,
+            options_of(self.inputs),
+            arch=arch,
+            batch=rows,
+            num_tokens=num_tokens,
+            ring_layout=pool.ring_layout,
+        )
 
 
 def make_work(pool: Pool, live_records: Sequence[int], inputs: Inputs) -> StepWork:

@@ -119,18 +119,14 @@ class StagedVectors:
 
     Args:
         base: shared address.
-        blocks: blocks of 8 vectors, or where there is one token that many vectors, which every lane has a part of.
+        blocks: blocks of `of_block` vectors, 8 or of one token 1, which every lane has a part of.
     """
 
     base: Int32
     tile: Tile
     blocks: int
+    of_block: int
     lane: Int32
-
-    @property
-    def of_block(self) -> int:
-        """Vectors of a block."""
-        return 8 if self.tile.tokens > 1 else 1
 
     def store(self, vector: int, channel: Any, inside: Any, pair: list[Any], apart: int, terms: int) -> None:
         """One channel of two vectors, `apart` vectors from each other."""

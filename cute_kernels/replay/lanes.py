@@ -10,9 +10,8 @@ from cutlass import Float32, Int32, Uint32
 from cute_kernels.configs import ROW_BLOCK, SIZE_BYTES, Tile
 from cute_kernels.primitives.arithmetic import select
 from cute_kernels.primitives.convert import pack, unpack
-from cute_kernels.primitives.memory import store_words_if
 from cute_kernels.primitives.reduce import transposed_place
-from cute_kernels.replay.window import Place, access_words, load_row_words, load_scalar_if, store_scalar_if
+from cute_kernels.replay.window import Place, load_row_words, load_scalar_if, store_row_words, store_scalar_if
 
 LONE_LANES = (2, 1)  # masks of the lanes that share a row; the first halves what a lane keeps of its sums
 
@@ -87,9 +86,7 @@ class Channels:
         for i, inside in enumerate(self.inside):
             there = valid if inside is True else inside * valid
             words = [word for pair in pairs[i * each : (i + 1) * each] for word in pair]
-            for j in range(0, len(words), access_words(len(words))):
-                part = words[j : j + access_words(len(words))]
-                store_words_if(there, where, part, offset=i * (self.step // self.run) * 4 * len(words) + 4 * j)
+            store_row_words(there, where, words, offset=i * (self.step // self.run) * 4 * len(words))
 
 
 @dataclass(frozen=True)
@@ -133,10 +130,7 @@ class LoneChannels:
         """Write them likewise."""
         size = SIZE_BYTES[dtype]
         if self.packed:
-            words, at = pack(values, dtype), where + self.rows[0] * size
-            width = access_words(len(words))
-            for i in range(0, len(words), width):
-                store_words_if(valid * self.inside[0], at, words[i : i + width], offset=4 * i)
+            store_row_words(valid * self.inside[0], where + self.rows[0] * size, pack(values, dtype))
             return
         for row, inside, value in zip(self.rows, self.inside, values, strict=True):
             store_scalar_if(valid * inside, where + row * size, value, dtype)

@@ -20,7 +20,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 from cute_kernels.configs import TENSOR_WARPS, WARP
 from cute_kernels.operands import SCALE_BYTES, OperandShape
 from cute_kernels.primitives import tcgen05
-from cute_kernels.primitives.arithmetic import larger_magnitude, reciprocal, select
+from cute_kernels.primitives.arithmetic import reciprocal, select
 from cute_kernels.primitives.control import when
 from cute_kernels.primitives.convert import pack, pack_e2m1, pack_e4m3, unpack, unpack_e2m1, unpack_e4m3
 from cute_kernels.primitives.memory import (
@@ -32,8 +32,7 @@ from cute_kernels.primitives.memory import (
     store_shared_if,
 )
 from cute_kernels.primitives.mma import bf16_terms
-from cute_kernels.primitives.reduce import butterfly
-from cute_kernels.replay.quant import ATOM_BLOCKS, BLOCK, INFINITY, NAN, CopyPlaces, CopyShape, scale_at
+from cute_kernels.replay.quant import ATOM_BLOCKS, BLOCK, INFINITY, NAN, CopyPlaces, CopyShape, largest_of, scale_at
 
 THREADS = TENSOR_WARPS * WARP
 CHUNK = 16  # bytes of a piece of a row
@@ -221,9 +220,7 @@ class Operands:
     def _store_codes(self, block: int, part: int, vector: int, values: list[Any]) -> None:
         """Codes and scales of each term of 16 of `values`, those of this lane's probe of a block, and its factor."""
         shape, row, size = self.shape, block * 8 + self.lane // 4, BLOCK["nvfp4"]
-        largest = largest_of(values)
-        for mask in QUAD:
-            largest = larger_magnitude(largest, butterfly(largest, mask))
+        largest = largest_of(values, QUAD)
         word = largest.bitcast(Uint32)
         exponent, least = Int32(word >> 23), Int32(LEAST_EXPONENT + HEADROOM)
         exponent = select(exponent < least, least, exponent) - HEADROOM
@@ -313,14 +310,6 @@ class Operands:
             factors = load_shared_floats(where, 2, 8)
             total = [x * (factors[i % 2] * tile_scale[0]) for i, x in enumerate(total)]
         return total
-
-
-def largest_of(values: list[Any]) -> Float32:
-    """The largest magnitude, not a number where one is none."""
-    largest = larger_magnitude(values[0], values[1])
-    for x in values[2:]:
-        largest = larger_magnitude(largest, x)
-    return largest
 
 
 def encode_block(values: list[Any], factor: Any) -> tuple[list[Any], Any, Float32]:

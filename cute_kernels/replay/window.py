@@ -85,6 +85,13 @@ def load_row_words(predicate: Any, where: Any, num_words: int, *, cache: str = K
     ]
 
 
+def store_row_words(predicate: Any, where: Any, words: list[Uint32], *, offset: int = 0) -> None:
+    """Write consecutive words by such accesses, the first `offset` bytes behind the address."""
+    width = access_words(len(words))
+    for first in range(0, len(words), width):
+        store_words_if(predicate, where, words[first : first + width], offset=offset + 4 * first)
+
+
 def load_key(source: Any, valid: Any, lane8: Any, tile: Tile, *, cache: str = KEEP) -> list[list[Uint32]]:
     """This lane's vectors of a key whose first byte is at `source`: vector c * 8 + lane8 for each chunk c."""
     vector_bytes = tile.vector * tile.activation_size
