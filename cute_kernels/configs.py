@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 SIZE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 CODE_BITS = {"nvfp4": 4, "mxfp8": 8, "float8_e4m3fn": 8, "int8": 8, "bfloat16": 16, "float16": 16}
@@ -198,8 +198,9 @@ class Tile:
 
     @property
     def read_vector(self) -> int:
-        """Elements of a row that each of 4 lanes takes at once: 16 bytes, or all that there are."""
-        return min(128 // self.read_bits, self.d_state // 4)
+        """Elements of a row that each of 4 lanes takes at once: 16 bytes, or of float32 as many as of a key of 16 bits
+        (Qwen3.5-122B, batch 256, 4 tokens: 284 -> 279 us; H200, 2026-11-30), or all that there are."""
+        return min(max(128 // self.read_bits, 8), self.d_state // 4)
 
     @property
     def threads(self) -> int:
@@ -300,16 +301,51 @@ class Tile:
         return self.probes > 1
 
     @property
+    def value_parts(self) -> int:
+        """Parts of the rows whose values a fold stages one after the other.
+
+        Where channels decay by themselves one token's fold then keeps them in the place of decays that it has read,
+        and a multiprocessor holds three tiles of 64 KiB (GLM-5.3-Flash with decays in bfloat16, batch 256: 293 -> 275
+        us; H200, 2026-11-30).
+        """
+        parts = self.value_vectors // LANES_PER_RECORD
+        one_pass = self.probes > 0 and self.padded_window == self.records_per_pass
+        blocks = self.fold_steps // self.fold_block
+        return parts if self.channels and one_pass and parts > 1 and blocks % parts == 0 else 1
+
+    @property
     def values_at(self) -> int:
         """Where a fold's staged values begin."""
-        return self.channel_bytes or self.padded_window * self.d_state * self.key_size
+        keys = self.padded_window * self.d_state * self.key_size
+        return self.channel_bytes if self.channels and self.value_parts == 1 else keys
+
+    @property
+    def staged_values(self) -> int:
+        """Values of a record that are staged at a time."""
+        return self.rows // self.value_parts
+
+    @property
+    def partials_over_decays(self) -> bool:
+        """Whether a warp's partial sums take the place of decays by channel, of the records that it alone has scored.
+
+        It saves memory as `value_parts` does.
+        """
+        own = WARP // LANES_PER_RECORD * self.d_state
+        return self.channels and self.padded_window % self.records_per_pass == 0 and self.probes * self.rows <= own
+
+    def partials_at(self, probe: int, warp: Any) -> Any:
+        """Where in the staging memory a warp keeps its partial sums of a probe, float [rows]."""
+        if self.partials_over_decays:
+            return warp * (WARP // LANES_PER_RECORD * self.d_state * 4) + probe * self.rows * 4
+        return warp * (self.rows * 4) + (self.channel_bytes + probe * self.warps * self.rows * 4)
 
     @property
     def staging_bytes(self) -> int:
         """Shared memory beside the tile: the fold's records, or the readout's partial sums there."""
         products = 0 if self.products_in_rows else self.rows * 4
-        fold = self.values_at + self.padded_window * self.rows * self.staged_size + products
-        return max(fold, self.channel_bytes + self.warps * self.probes * self.rows * 4)
+        fold = self.values_at + self.padded_window * self.staged_values * self.staged_size + products
+        partials = 0 if self.partials_over_decays else self.warps * self.probes * self.rows * 4
+        return max(fold, self.channel_bytes + partials)
 
     @property
     def smem_bytes(self) -> int:

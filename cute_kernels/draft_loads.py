@@ -106,9 +106,8 @@ class HeadLoads:
             tokens = [] if tensor is None else [Int32(0)] if shape.lone else cta.own(0)[: 2 * shape.token_blocks]
             having = cta.lone if shape.lone else cta.channels
             where = [cta.input_place(tensor, t, place.head, cta.first_channel) for t in tokens]
-            return [
-                having.load(cta.is_token(t), w, cta.key.activation_dtype) for t, w in zip(tokens, where, strict=True)
-            ]
+            dtype, cache = cta.key.activation_dtype, cta.value_cache
+            return [having.load(cta.is_token(t), w, dtype, cache=cache) for t, w in zip(tokens, where, strict=True)]
 
         values = of_tokens(None if policy.value_needs_state else policy.value(inputs))
         epilogues = of_tokens(policy.epilogue_input(inputs))
@@ -157,7 +156,8 @@ class WindowLoads:
             records = []
             for record in cta.own(first):
                 where = cta.value_place(cursor, record, place.first_row + cta.channels.first)
-                records.append(cta.channels.load(Int32(record < cursor.count), where, key.record_dtype))
+                valid = Int32(record < cursor.count)
+                records.append(cta.channels.load(valid, where, key.record_dtype, cache=cta.value_cache))
             for of_product, words in zip(values, zip(*records, strict=True), strict=True):
                 of_product.append(list(words))
         return cls(ahead.decays, values, ahead.scales)

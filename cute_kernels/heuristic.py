@@ -14,7 +14,7 @@ MULTIPROCESSOR_SMEM_BYTES, RESERVED_SMEM_BYTES = 228 * 1024, 1024  # of sm_90 to
 MULTIPROCESSOR_THREADS, MULTIPROCESSOR_CTAS = 2048, 32
 MULTIPROCESSOR_REGISTERS, HELD_REGISTERS, LONE_REGISTERS = 65536, 128, 160  # the latter two of a thread
 DRAWING_REGISTERS = 64  # likewise, of a step that rounds stochastically
-MOST_LARGE_CTAS = 2
+CHANNEL_CTAS = 3  # of a recurrence whose channels decay by themselves
 FEW_CTAS = 264  # 2 on each of an H200's multiprocessors
 
 
@@ -85,8 +85,8 @@ def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
     One CTA a head, unless its tile would leave room for few on a multiprocessor. Splitting heads further does not pay
     even where most multiprocessors stay idle: 16 to 128 heads at batch 1 to 8 took as long or longer with 2 or 4 CTAs a
     head, since each repeats the work on the window (H200, 2026-11-29, docs/performance.md). Where channels decay by
-    themselves that work is so much that larger tiles are better (GLM-5.3-Flash, batch 256: 294 -> 280 us, of 8 tokens
-    659 -> 503; this and what follows H200, 2026-11-30), except for a token with decays in bfloat16 (281 -> 294).
+    themselves that work is so much that larger tiles are better (GLM-5.3-Flash, batch 256: 294 -> 281 us, of 8 tokens
+    659 -> 503; this and what follows H200, 2026-11-30).
 
     Products on tensor cores take few warps, since all of them wait for the scores of all: 32 rows a warp, 64 of codes
     (Super, batch 256, 8 tokens: 316 us with 4 warps, 282 with 2), but 16 where there is no other CTA to fill a
@@ -99,9 +99,10 @@ def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
     has few CTAs: where 1 row in 16 folds at a time, as in a server, 8 heads take 228 us and one 126, at batch 32 4 take
     65 and one 26.
 
-    The compiler is told how many CTAs to leave room for where the registers that this allows made a step faster: a
-    token with decays by channel on tiles so large that they are few (311 -> 280 us), and several tokens with an NVFP4
-    copy (Super: 100 -> 95). Left alone it spills to fit a CTA more with one token of Gated DeltaNet and such a copy.
+    The compiler is told how many CTAs to leave room for where the registers that this allows made a step faster: with
+    decays by channel one token (GLM-5.3-Flash: 284 -> 281 us, in bfloat16 171 -> 166) and up to 8 of a float32 state,
+    whatever room there is (8: 475 -> 454), and several tokens with an NVFP4 copy (Super: 100 -> 95). Left alone it
+    spills to fit a CTA more with one token of Gated DeltaNet and such a copy.
 
     Stochastic rounding takes a 16-bit step of Mamba-2 from 62 to 66 registers, which leave room for a CTA fewer. Told
     to leave room for 8, the compiler keeps to 64, without spills (sm_90a, compiled 2026-11-30, not timed).
@@ -125,19 +126,20 @@ def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
             candidate = replace(candidate, config=replace(candidate.config, warps=warps))
             candidate = on_tensor_memory(candidate, arch) or candidate
             tile = Tile.of(candidate)
-        whole = channels and (key.drafts or key.decay_dtype == "float32")
-        whole = whole or candidate.config.readout == "tcgen05"
+        whole = channels or candidate.config.readout == "tcgen05"
         most = LARGEST_CHANNEL_TILE_BYTES if whole else LARGEST_TILE_BYTES
         if tile.bytes > most or invalid_reason(candidate, arch):
             continue
         if key.drafts:
             held = nvfp4 and not channels and (key.probes == 1) == (key.num_tokens > 1)
             most = HELD_REGISTERS if key.probes == 1 else LONE_REGISTERS
-            ctas = min(room(candidate), MULTIPROCESSOR_REGISTERS // (tile.threads * most))
-            ctas = ctas if held and candidate.config.readout == "mma" else 1
+            ctas = min(room(candidate), MULTIPROCESSOR_REGISTERS // (tile.threads * most)) if held else 1
+            if channels and key.read_dtype is None and tile.read_bits == 32 and key.num_tokens <= 8:
+                ctas = CHANNEL_CTAS
+            ctas = ctas if candidate.config.readout == "mma" else 1
         elif key.rounding == "stochastic" and key.probes == 1:
             ctas = min(room(candidate), MULTIPROCESSOR_REGISTERS // (tile.threads * DRAWING_REGISTERS))
         else:
-            ctas = room(candidate) if channels and room(candidate) <= MOST_LARGE_CTAS else 1
+            ctas = min(room(candidate), CHANNEL_CTAS) if channels else 1
         return replace(candidate.config, ctas=ctas)
     return None

@@ -15,7 +15,7 @@ from cute_kernels.configs import LANES_PER_RECORD, SIZE_BYTES, WARP, GdnOptions,
 from cute_kernels.primitives.arithmetic import select
 from cute_kernels.primitives.bulk import bulk_wait
 from cute_kernels.primitives.convert import unpack
-from cute_kernels.primitives.memory import KEEP, STREAM, load_words_if, store_words_if
+from cute_kernels.primitives.memory import STREAM, load_words_if, store_words_if
 from cute_kernels.primitives.reduce import broadcast
 from cute_kernels.recurrences.base import Gate, Recurrence
 from cute_kernels.recurrences.gdn import Gdn
@@ -28,7 +28,15 @@ from cute_kernels.replay.delta import columns
 from cute_kernels.replay.fold import FoldStage, FoldStatics, fold_tile, stage_record
 from cute_kernels.replay.noise import Noise
 from cute_kernels.replay.readout import ROW_LANES, OutputRows
-from cute_kernels.replay.window import LoadedRecord, Place, address, copy_row, load_key, load_scalar_if, load_values
+from cute_kernels.replay.window import (
+    LoadedRecord,
+    Place,
+    address,
+    key_cache,
+    load_key,
+    load_scalar_if,
+    load_values,
+)
 
 
 def policy_of(key: StepKey) -> Recurrence:
@@ -57,8 +65,7 @@ def load_record(
     key_ring = source = address(pool.key, size, cursor.slot, place.group, physical)
     if inputs_too:
         source = select(is_token, address(policy.key(inputs), size, place.row, 0, place.group), key_ring)
-    # What no other head reads streams by (KDA at batch 256, H200, 2026-11-29: 305 -> 300 us).
-    keys = load_key(source, valid, lane8, tile, cache=KEEP if key.num_v_heads > key.num_k_heads else STREAM)
+    keys = load_key(source, valid, lane8, tile, cache=key_cache(key))
     ring_size = SIZE_BYTES[key.record_dtype]
     value_ring = source = address(pool.value, ring_size, cursor.slot, place.head, physical, place.first_row)
     if inputs_too:
@@ -78,39 +85,6 @@ def append_record(record: LoadedRecord, is_token: Any, key: StepKey, place: Plac
     mine = Int32(is_token)
     stores_key = mine * leads_group(key, place)
     record.store(place.lane % LANES_PER_RECORD, Tile.of(key), stores_key=stores_key, stores_values=mine)
-
-
-def append_folded_record(
-    pool: PoolTensors, inputs: Any, key: StepKey, place: Place, cursor: RowCursor, gate: Gate
-) -> None:
-    """The same for a row that folds, whose window does not hold the token: warp 0 the value, warp 1 the key."""
-    policy, tile, size = policy_of(key), Tile.of(key), SIZE_BYTES[key.activation_dtype]
-    physical = cursor.physical(cursor.count)
-    is_value = place.warp == 0
-    key_bytes = select(place.warp == 1, leads_group(key, place) * (key.d_state * size), Int32(0))
-    copy_row(
-        select(
-            is_value,
-            address(policy.value(inputs), size, place.row, 0, place.head, place.first_row),
-            address(policy.key(inputs), size, place.row, 0, place.group),
-        ),
-        select(
-            is_value,
-            address(pool.value, size, cursor.slot, place.head, physical, place.first_row),
-            address(pool.key, size, cursor.slot, place.group, physical),
-        ),
-        select(is_value, Int32(tile.rows * size), key_bytes),
-        max(tile.rows, key.d_state) * size,
-        place.lane,
-    )
-    append_folded_decay(pool, place, cursor, gate)
-
-
-def append_folded_decay(pool: PoolTensors, place: Place, cursor: RowCursor, gate: Gate) -> None:
-    """The decay record of a row that folds, by one thread of a head."""
-    one_thread = Int32(place.thread == 2 * WARP) * Int32(place.first_row == 0)
-    decay_ring = address(pool.decay, 4, cursor.slot, place.head, cursor.physical(cursor.count))
-    store_words_if(one_thread, decay_ring, [gate.record.bitcast(Uint32)])
 
 
 @dataclass(frozen=True)
@@ -201,11 +175,10 @@ class LaneRecords:
 
 def load_probes(inputs: Any, key: StepKey, place: Place) -> list[list[list[Uint32]]]:
     """This thread's vectors of the query, and of the key where the state meets it too, packed."""
-    policy, size = policy_of(key), SIZE_BYTES[key.activation_dtype]
-    return [
-        load_key(address(tensor, size, place.row, 0, place.group), True, place.lane % LANES_PER_RECORD, Tile.of(key))
-        for tensor in (policy.query(inputs), policy.key(inputs))[: key.probes]
-    ]
+    policy, tile, size = policy_of(key), Tile.of(key), SIZE_BYTES[key.activation_dtype]
+    tensors = (policy.query(inputs), policy.key(inputs))[: key.probes]
+    places = [address(tensor, size, place.row, 0, place.group) for tensor in tensors]
+    return [load_key(where, True, place.lane % LANES_PER_RECORD, tile, cache=key_cache(key)) for where in places]
 
 
 def unpacked_probes(loaded: list[list[list[Uint32]]], key: StepKey) -> list[list[list[Float32]]]:

@@ -20,7 +20,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_kernels.args import (
@@ -40,7 +40,7 @@ from cute_kernels.args import (
     fake_vector,
 )
 from cute_kernels.compile import compiled
-from cute_kernels.configs import LANES_PER_RECORD, SIZE_BYTES, GdnOptions, KdaOptions, StepConfig, StepKey, Tile
+from cute_kernels.configs import LANES_PER_RECORD, SIZE_BYTES, WARP, GdnOptions, KdaOptions, StepConfig, StepKey, Tile
 from cute_kernels.dtypes import CUTLASS_DTYPE
 from cute_kernels.encode import fake_copy
 from cute_kernels.primitives.arithmetic import exp2, opaque, select
@@ -50,6 +50,7 @@ from cute_kernels.primitives.memory import (
     EVICT_FIRST,
     EVICT_NORMAL,
     load_shared_floats,
+    store_words_if,
 )
 from cute_kernels.records import (
     LaneRecords,
@@ -57,8 +58,6 @@ from cute_kernels.records import (
     TileMemory,
     TokenLoads,
     Window,
-    append_folded_decay,
-    append_folded_record,
     append_record,
     leads_group,
     load_epilogue,
@@ -66,16 +65,18 @@ from cute_kernels.records import (
     stage_channels,
     unpacked_probes,
 )
+from cute_kernels.recurrences.base import Gate
 from cute_kernels.replay.channels import decayed, fold_factors, scaled_key
 from cute_kernels.replay.cursor import RowCursor, is_padding, load_force, load_slot
 from cute_kernels.replay.delta import columns, correction, dot, store_key
-from cute_kernels.replay.fold import FoldStage, FoldStatics, fold_tile, product_at, stage_record
+from cute_kernels.replay.fold import FoldStage, FoldStatics, fold_tile, product_at, stage_record, stage_values
 from cute_kernels.replay.noise import Noise
 from cute_kernels.replay.quant import CopyShape
 from cute_kernels.replay.readout import ROW_LANES, add_weighted, read_tile, score, store_partial_sums
 from cute_kernels.replay.window import (
     Place,
     address,
+    copy_row,
     load_row_words,
     load_scalar_if,
     store_scalar_if,
@@ -114,9 +115,10 @@ def read_row(tensors: StepTensors, key: StepKey, place: Place, loads: RowLoads, 
             if not delta:
                 factor = factor + select(is_token, gate.skip, Float32(0.0))
             sums[p] = add_weighted(sums[p], record.values, factor, key.record_dtype)
-    partials, partial_bytes = shared.staging + tile.channel_bytes, tile.warps * tile.rows * 4
+    if tile.partials_over_decays:
+        cute.arch.sync_warp()  # every lane has read these
     for p, of_probe in enumerate(sums):
-        store_partial_sums(of_probe, tile, partials + p * partial_bytes, place.lane, place.warp)
+        store_partial_sums(of_probe, tile, shared.staging + tile.partials_at(p, place.warp), place.lane)
     if isinstance(loads.decays, LaneRecords):
         loads.decays.append(gate.record, place, loads.cursor)
     if policy.decays_per_channel:  # the probes are spent before they are scaled, which saves as many registers
@@ -132,8 +134,8 @@ def read_row(tensors: StepTensors, key: StepKey, place: Place, loads: RowLoads, 
         for p, of_probe in enumerate(products):
             value = of_probe[i] * window.decay
             for warp in range(tile.warps):
-                partial = partials + p * partial_bytes + (warp * tile.rows + row) * 4
-                value = value + load_shared_floats(partial, 1, 4)[0]
+                partials = shared.staging + tile.partials_at(p, warp)
+                value = value + load_shared_floats(partials + row * 4, 1, 4)[0]
             values.append(value)
         value = values[0]
         if delta:
@@ -169,21 +171,29 @@ def fold_row(tensors: StepTensors, key: StepKey, place: Place, loads: RowLoads, 
     window = Window.of(key, place, loads, gate)
     channels = policy.decays_per_channel
     key_dtype = "float32" if channels else key.activation_dtype
-    statics = FoldStatics(tile, key.checkpoint_dtype, key_dtype, key.record_dtype)
+    statics = FoldStatics(tile, key.checkpoint_dtype, key_dtype, key.record_dtype, parts=tile.value_parts)
+    lane8 = place.lane % LANES_PER_RECORD
     stage = FoldStage.of(tile, shared.state, shared.staging, place.thread)
     noise = Noise.load(tensors.pool.seed, tensors.cursors, loads.cursor.slot, place)
     for record, index, weight in window.passes(tensors, key, place, loads):
         if channels:
             keys = scaled_key(tile, record.key, key.activation_dtype, shared.staging, index, place)
             record = dataclasses.replace(record, key=keys)
-        stage_record(stage, statics, index, place.lane % LANES_PER_RECORD, record, weight)
+        stage_record(stage, statics, index, lane8, record, weight)
     probes, score_token = load_fold_probes(tensors, key, place, loads.cursor, stage)
+    decays = fold_factors(tile, shared.staging, tile.padded_window, stage.column_lane) if channels else [window.decay]
     cute.arch.barrier()
     bulk_wait(shared.arrival)
     slot, head = loads.cursor.slot, place.head
     checkpoint = address(tensors.pool.checkpoint, SIZE_BYTES[key.checkpoint_dtype], slot, head, place.first_row)
-    decays = fold_factors(tile, shared.staging, tile.padded_window, stage.column_lane) if channels else [window.decay]
-    fold_tile(stage, statics, shared.state, checkpoint, loads.cursor.count, columns([decays]), probes, noise, Int32(0))
+    for part in range(tile.value_parts):
+        if part > 0:
+            cute.arch.barrier()  # every thread has read the part before
+        if tile.value_parts > 1:
+            stage_values(stage, statics, index, lane8, record, weight, part)
+            cute.arch.barrier()
+        number, of_columns = Int32(part), columns([decays])
+        fold_tile(stage, statics, shared.state, checkpoint, loads.cursor.count, of_columns, probes, noise, number)
     if policy.value_needs_state:
         if not channels:
             append_folded_decay(tensors.pool, place, loads.cursor, gate)
@@ -205,6 +215,39 @@ def fold_row(tensors: StepTensors, key: StepKey, place: Place, loads: RowLoads, 
         own = policy.weight(gate.record) * score_token + gate.skip
         value = products[0] * exp2(gate.rate * gate.record) + own * token_value
     write_output(tensors.out, key, place, place.thread, value, epilogue, inside)
+
+
+def append_folded_record(
+    pool: PoolTensors, inputs: Any, key: StepKey, place: Place, cursor: RowCursor, gate: Gate
+) -> None:
+    """Append the record of a row that folds, whose window does not hold the token: warp 0 the value, warp 1 the key."""
+    policy, tile, size = policy_of(key), Tile.of(key), SIZE_BYTES[key.activation_dtype]
+    physical = cursor.physical(cursor.count)
+    is_value = place.warp == 0
+    key_bytes = select(place.warp == 1, leads_group(key, place) * (key.d_state * size), Int32(0))
+    copy_row(
+        select(
+            is_value,
+            address(policy.value(inputs), size, place.row, 0, place.head, place.first_row),
+            address(policy.key(inputs), size, place.row, 0, place.group),
+        ),
+        select(
+            is_value,
+            address(pool.value, size, cursor.slot, place.head, physical, place.first_row),
+            address(pool.key, size, cursor.slot, place.group, physical),
+        ),
+        select(is_value, Int32(tile.rows * size), key_bytes),
+        max(tile.rows, key.d_state) * size,
+        place.lane,
+    )
+    append_folded_decay(pool, place, cursor, gate)
+
+
+def append_folded_decay(pool: PoolTensors, place: Place, cursor: RowCursor, gate: Gate) -> None:
+    """The decay record of a row that folds, by one thread of a head."""
+    one_thread = Int32(place.thread == 2 * WARP) * Int32(place.first_row == 0)
+    decay_ring = address(pool.decay, 4, cursor.slot, place.head, cursor.physical(cursor.count))
+    store_words_if(one_thread, decay_ring, [gate.record.bitcast(Uint32)])
 
 
 def load_fold_probes(

@@ -80,12 +80,12 @@ def store_words_if(predicate: Any, address: Any, words: list[Any], *, offset: in
     ptx(text, read_only_args=[address, Int32(predicate), *words])
 
 
-def load_half_if(predicate: Any, address: Any) -> Uint32:
+def load_half_if(predicate: Any, address: Any, *, cache: str = KEEP) -> Uint32:
     """A 16-bit value of global memory in the low half of a word."""
     text = (
-        "{.reg .pred p; .reg .b16 h; mov.b16 h, 0; setp.ne.s32 p, {$r1}, 0; @p ld.global.b16 h, [{$r0}];"
+        "{.reg .pred p; .reg .b16 h; mov.b16 h, 0; setp.ne.s32 p, {$r1}, 0; @p ld.global%s.b16 h, [{$r0}];"
         " cvt.u32.u16 {$w0}, h;}"
-    )
+    ) % cache
     return ptx(text, write_only_types=[Uint32], read_only_args=[address, Int32(predicate)])
 
 

@@ -22,7 +22,6 @@ from cute_kernels.draft_shape import DraftShape
 from cute_kernels.primitives.arithmetic import exp2, select
 from cute_kernels.primitives.convert import unpack
 from cute_kernels.primitives.memory import (
-    load_shared,
     load_shared_floats,
     load_shared_words,
     store_shared,
@@ -182,7 +181,7 @@ class StateRows:
         row, ahead = self.pairs[pair]
         base, made = self.state + row * row_bytes + self.lane % 4 * access, []
         for i in (0, 1):
-            words = load_shared(base, access // 4, offset=(ahead + i) * row_bytes + chunk * 4 * access)
+            words = load_shared_words(base, access // 4, 16, offset=(ahead + i) * row_bytes + chunk * 4 * access)
             if self.scales is None:
                 made.append(fragment(words, self.dtype, terms))
             else:

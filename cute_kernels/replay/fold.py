@@ -69,6 +69,7 @@ class FoldStage:
 
     Keys are [record][K] in the activation dtype, or float and scaled. Values are [record][row % n][row // n] with
     n = `tile.fold_rows`, so that the rows of one thread are consecutive: float and weighted, or as the ring has them.
+    They are those of all rows, or of one of `tile.value_parts` at a time.
 
     Args:
         keys, values: byte addresses in shared memory.
@@ -87,7 +88,9 @@ class FoldStage:
     def of(cls, tile: Tile, state: Any, staging: Any, thread: Any) -> FoldStage:
         """The stage of a thread of the CTA, with its records at shared address `staging` and the tile at `state`."""
         values = staging + tile.values_at
-        products = state if tile.products_in_rows else values + tile.padded_window * tile.rows * tile.staged_size
+        products = (
+            state if tile.products_in_rows else values + tile.padded_window * tile.staged_values * tile.staged_size
+        )
         return cls(staging, values, products, thread % tile.fold_lanes, thread // tile.fold_lanes)
 
 
@@ -95,7 +98,7 @@ def stage_record(
     stage: FoldStage, statics: FoldStatics, record: Any, lane8: Any, loaded: LoadedRecord, weight: Any
 ) -> None:
     """Write one record, as the 8 lanes that share it have loaded it, with its values weighted, if it is one of the
-    padded window."""
+    padded window; where values are staged in parts, without them."""
     tile = statics.tile
     whole = tile.padded_window % tile.records_per_pass == 0
     kept = True if whole else Int32(record < tile.padded_window)
@@ -108,13 +111,27 @@ def stage_record(
                 store_shared(where, words[first : first + 4], offset=skip)
             else:
                 store_shared_if(kept, where + skip, words[first : first + 4])
-    record_values = stage.values + record * (tile.rows * tile.staged_size)
-    for c, words in enumerate(loaded.values):
+    if tile.value_parts == 1:
+        stage_values(stage, statics, record, lane8, loaded, weight, 0)
+
+
+def stage_values(
+    stage: FoldStage, statics: FoldStatics, record: Any, lane8: Any, loaded: LoadedRecord, weight: Any, part: int
+) -> None:
+    """Write the values of one of `tile.value_parts` likewise."""
+    tile = statics.tile
+    whole = tile.padded_window % tile.records_per_pass == 0
+    record_values = stage.values + record * (tile.staged_values * tile.staged_size)
+    vectors = len(loaded.values) // tile.value_parts
+    for c, words in enumerate(loaded.values[part * vectors : (part + 1) * vectors]):
         vector = c * LANES_PER_RECORD + lane8
-        inside = vector < tile.value_vectors if whole else kept * Int32(vector < tile.value_vectors)
+        inside = vector < tile.value_vectors
+        if not whole:
+            inside = Int32(record < tile.padded_window) * Int32(inside)
         for e, x in enumerate(unpack(words, statics.value_dtype)):
             row = vector * tile.value_vector + e
-            place = (row % tile.fold_rows) * tile.fold_steps + row // tile.fold_rows
+            steps = tile.fold_steps // tile.value_parts
+            place = (row % tile.fold_rows) * steps + row // tile.fold_rows
             word = (x * weight).bitcast(Int32) if tile.staged_size == 4 else pack([x], statics.value_dtype)[0]
             if tile.staged_size == 4:
                 store_shared_if(inside, record_values + place * 4, [word])
@@ -136,12 +153,12 @@ def load_fold_key(stage: FoldStage, statics: FoldStatics, record: Any, ahead: in
 
 
 def load_fold_values(stage: FoldStage, statics: FoldStatics, record: Any, ahead: int, block: Any) -> list[Float32]:
-    """The weighted values of this thread's rows of a block, of record `record + ahead`."""
+    """The weighted values of this thread's rows of a block of those that are staged, of record `record + ahead`."""
     tile = statics.tile
-    size = tile.staged_size
-    where = stage.values + (record * tile.rows + stage.first_row * tile.fold_steps + block * tile.fold_block) * size
-    alignment = size * _power_of_two_in(tile.fold_block, tile.fold_steps, tile.rows)
-    words = load_shared_words(where, tile.fold_block * size // 4, alignment, offset=ahead * tile.rows * size)
+    size, values, steps = tile.staged_size, tile.staged_values, tile.fold_steps // tile.value_parts
+    where = stage.values + (record * values + stage.first_row * steps + block * tile.fold_block) * size
+    alignment = size * _power_of_two_in(tile.fold_block, steps, values)
+    words = load_shared_words(where, tile.fold_block * size // 4, alignment, offset=ahead * values * size)
     return unpack(words, "float32" if size == 4 else statics.value_dtype)
 
 
@@ -183,6 +200,7 @@ def fold_tile(
         if cutlass.const_expr(not statics.staged and not tile.channels):  # there it costs registers, which spill
             prefetch_block(stage, statics, checkpoint, block + AHEAD)
         first_row = stage.first_row + block * (tile.fold_block * tile.fold_rows)
+        staged = block - number * statics.blocks if tile.value_parts > 1 else block
         offset = first_row * row_bytes + stage.column_lane * 16
         for i in cutlass.range_constexpr(tile.fold_block):
             for c in cutlass.range_constexpr(tile.fold_chunks):
@@ -199,7 +217,7 @@ def fold_tile(
         for group in cutlass.range((num_records + (unroll - 1)) // unroll, unroll=1):
             for u in cutlass.range_constexpr(unroll):
                 key = load_fold_key(stage, statics, group * unroll, u)
-                weighted = load_fold_values(stage, statics, group * unroll, u, block)
+                weighted = load_fold_values(stage, statics, group * unroll, u, staged)
                 for i in cutlass.range_constexpr(tile.fold_block):
                     for e in cutlass.range_constexpr(columns):
                         sums[i * columns + e] = sums[i * columns + e] + weighted[i] * key[e]

@@ -10,6 +10,7 @@ from cutlass import Float32, Int32, Uint32
 from cute_kernels.configs import ROW_BLOCK, SIZE_BYTES, Tile
 from cute_kernels.primitives.arithmetic import select
 from cute_kernels.primitives.convert import pack, unpack
+from cute_kernels.primitives.memory import KEEP
 from cute_kernels.primitives.reduce import transposed_place
 from cute_kernels.replay.window import Place, load_row_words, load_scalar_if, store_row_words, store_scalar_if
 
@@ -70,13 +71,13 @@ class Channels:
         """How far a channel is behind the first, where `index` counts them all."""
         return index // self.run * self.step + index % self.run
 
-    def load(self, valid: Any, where: Any, dtype: str) -> list[list[Uint32]]:
+    def load(self, valid: Any, where: Any, dtype: str, *, cache: str = KEEP) -> list[list[Uint32]]:
         """Of each product the words of its two channels, where the lane's first are at address `where`."""
         each, pairs = SIZE_BYTES[dtype] // 2, []
         for i, inside in enumerate(self.inside):
             there = valid if inside is True else inside * Int32(valid)
             at = where + i * (self.step * SIZE_BYTES[dtype])
-            words = load_row_words(there, at, each * self.run // 2)
+            words = load_row_words(there, at, each * self.run // 2, cache=cache)
             pairs += [words[j : j + each] for j in range(0, len(words), each)]
         return pairs
 
@@ -114,14 +115,15 @@ class LoneChannels:
         inside = [Int32(owns) * Int32(index + i < total) * Int32(row < tile.rows) for i, row in enumerate(rows)]
         return cls([select(x != 0, row, Int32(0)) for x, row in zip(inside, rows, strict=True)], inside, packed=False)
 
-    def load(self, valid: Any, where: Any, dtype: str) -> list[Any]:
+    def load(self, valid: Any, where: Any, dtype: str, *, cache: str = KEEP) -> list[Any]:
         """These channels of a tensor whose local row 0 is at address `where`, as `unpacked` takes them: nothing waits
         for them yet."""
         size, count = SIZE_BYTES[dtype], len(self.rows)
         if self.packed:
-            return load_row_words(valid * self.inside[0], where + self.rows[0] * size, count * size // 4)
+            first = where + self.rows[0] * size
+            return load_row_words(valid * self.inside[0], first, count * size // 4, cache=cache)
         places = zip(self.rows, self.inside, strict=True)
-        return [load_scalar_if(valid * inside, where + row * size, dtype) for row, inside in places]
+        return [load_scalar_if(valid * inside, where + row * size, dtype, cache=cache) for row, inside in places]
 
     def unpacked(self, loaded: list[Any], dtype: str) -> list[Float32]:
         return unpack(loaded, dtype) if self.packed else loaded

@@ -38,15 +38,15 @@ def add_weighted(sums: list[Any], values: list[list[Any]], weight: Any, dtype: s
     return [s + x * weight for s, x in zip(sums, flat, strict=True)]
 
 
-def store_partial_sums(sums: list[Any], tile: Tile, partial: Any, lane: Any, warp: Any) -> None:
-    """Reduce the values of a warp's records and write them to row `warp` of partial [warps][rows] in shared memory."""
+def store_partial_sums(sums: list[Any], tile: Tile, partial: Any, lane: Any) -> None:
+    """Reduce the values of a warp's records and write them, float [rows], to shared memory."""
     lane8 = lane % LANES_PER_RECORD
     size = tile.value_vector
     for c in range(len(sums) // size):
         kept = transposing_sum(sums[c * size : (c + 1) * size], lane, RECORD_LANES)
         first, _, _ = transposed_place(size, lane, RECORD_LANES)
         vector = c * LANES_PER_RECORD + lane8
-        where = partial + (warp * tile.rows + vector * size + first) * 4
+        where = partial + (vector * size + first) * 4
         words = [x.bitcast(Int32) for x in kept]
         store_shared_if(vector < tile.value_vectors, where, words)
 

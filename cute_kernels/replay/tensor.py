@@ -171,7 +171,7 @@ class Operands:
         if shape.drawn and not shape.scaled:
             return
         blocks = [words for probe in loaded for words in probe]
-        vector = min(128 // shape.bits, shape.d_state // 4)
+        vector = min(max(128 // shape.bits, 8), shape.d_state // 4)
         chunks = shape.d_state // (4 * vector)
 
         def encode(unit: int) -> None:
@@ -189,7 +189,7 @@ class Operands:
             when(self.warp == i % TENSOR_WARPS, lambda i=i: (encode if shape.scaled else write)(i))
 
     def _store_chunk(self, block: int, chunk: int, words: list[Any], dtype: str) -> None:
-        """16 bytes of each term of this lane's probe of a block."""
+        """A vector of each term of this lane's probe of a block."""
         shape = self.shape
         if shape.kind == "f16" and dtype == shape.dtype:
             terms = [words]
@@ -199,7 +199,9 @@ class Operands:
             terms = self._term_words(unpack(words, dtype))
         for i, of_term in enumerate(terms):
             row = i * shape.blocks * 8 + block * 8 + self.lane // 4
-            store_shared(self._probe_at(row, (chunk * 4 + self.lane % 4) * CHUNK), of_term)
+            for first in range(0, len(of_term), 4):
+                place = ((chunk * 4 + self.lane % 4) * (len(of_term) // 4) + first // 4) * CHUNK
+                store_shared(self._probe_at(row, place), of_term[first : first + 4])
 
     def _term_words(self, values: list[Any]) -> list[list[Any]]:
         """The words of each term of some floats."""
