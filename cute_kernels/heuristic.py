@@ -24,7 +24,7 @@ def smem_bytes(key: StepKey) -> int:
     if not key.drafts:
         return tile.smem_bytes
     if shape.tensor:
-        return OperandShape.of(key).bytes + key.heads_together * shape.staging_bytes(tile) + 16
+        return OperandShape.of(key).bytes + shape.shared_bytes(tile) + 16
     return shape.tiles * (tile.bytes + 8) + shape.staging_bytes(tile) + 8
 
 

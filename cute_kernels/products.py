@@ -33,9 +33,7 @@ def operands_of(cta: Cta) -> Operands:
 
 def first_row_of(cta: Cta) -> Any:
     """The first row, of all heads, that the CTA works on."""
-    place, key = cta.place, cta.key
-    together = place.head % key.heads_together if key.heads_together > 1 else 0
-    return (place.head - together) * key.head_dim + place.first_row
+    return cta.first_head * cta.key.head_dim + cta.place.first_row
 
 
 def start(cta: Cta, cursor: RowCursor, source: Any, policy: Any) -> None:
@@ -65,16 +63,16 @@ def multiply(cta: Cta, arrival: Any) -> None:
     operands_of(cta).start_products(arrival)
 
 
-def sums(cta: Cta, cursor: RowCursor) -> list[Any]:
-    """Products of this warp's rows of the tile with each block of probes, as `StateRows.products` returns them."""
-    scales = []
+def sums(cta: Cta, cursor: RowCursor, factors: list[list[Any]]) -> list[Any]:
+    """Products of this warp's rows of the tile with each block of probes, as `StateRows.products` returns them, times
+    factors of the block's two columns."""
+    scale = None
     if operands_of(cta).shape.scaled:
         places = CopyPlaces.of(cta.tensors.pool.copy, cursor.slot)
-        first_row = cta.place.head * cta.key.head_dim + cta.place.first_row
-        for row, ahead in cta.channels.pairs:
-            (word,) = load_words(places.tile_scale + ((first_row + row + ahead) >> 4) * 4, 1)
-            scales.append(word.bitcast(Float32))
-    return operands_of(cta).sums(len(cta.channels.pairs), scales)
+        row = cta.place.head * cta.key.head_dim + cta.place.first_row + cta.channels.first
+        (word,) = load_words(places.tile_scale + (row >> 4) * 4, 1)
+        scale = word.bitcast(Float32)
+    return operands_of(cta).sums(len(cta.channels.pairs), factors, scale)
 
 
 def finish(cta: Cta) -> TileMemory:

@@ -1,8 +1,9 @@
 """Readout on tensor memory: the state and the probes as operands of tcgen05, and the sums as every warp takes them.
 
-A row of the state goes to where a warp finds it in its quarter of tensor memory as `StateRows` would give it: lanes g
-and g + 8 of 16 hold rows 2 g and 2 g + 1. So what follows, from the window to the appends, is the same code. Rows of
-the state are copied in 16-byte pieces, each to its place in a swizzled operand; codes and scales are not touched.
+A row of the state goes to where a warp finds it in its quarter of tensor memory as `StateRows` would give it: in part i
+of n lanes g and g + 8 of 16 hold rows 2 n g + 2 i and the next of the warp's. So what follows, from the window to the
+appends, is the same code, and the rows of a thread are neighbours. Rows of the state are copied in 16-byte pieces, each
+to its place in a swizzled operand; codes and scales are not touched.
 
 | state | what threads do to it |
 |---|---|
@@ -77,8 +78,9 @@ class Operands:
         of_warp = 16 * shape.warp_parts
         warp, within = row % shape.product_rows // of_warp, row % 16
         part = row // shape.product_rows * shape.warp_parts + row % of_warp // 16
-        local = warp % shape.warps * 16 + part * (16 * shape.warps) + within % 8 * 2 + within // 8
-        inside = Int32(local < shape.rows) if shape.padded else None
+        parts = shape.rows // (16 * shape.warps)
+        local = warp % shape.warps * (16 * parts) + within % 8 * (2 * parts) + part * 2 + within // 8
+        inside = Int32(part < parts) if shape.padded else None
         return warp // shape.warps * shape.rows + local, inside
 
     def _pieces(self) -> tuple[Any, Any, list[tuple[int, int, Any]]]:
@@ -282,34 +284,37 @@ class Operands:
                 scales=[columns + 4 * step for columns in scales],
             )
 
-    def sums(self, parts: int, tile_scales: list[Any]) -> list[list[list[Float32]]]:
-        """The products as `draft.StateRows` returns them, for each 16 rows of this warp, once they are over.
+    def sums(self, parts: int, factors: list[list[Any]], tile_scale: Any | None) -> list[list[list[Float32]]]:
+        """The products as `draft.StateRows` returns them, for each 16 rows of this warp, once they are over, times
+        `factors` of each block's two columns.
 
         Args:
-            tile_scales: of a state whose codes have any, for each 16 rows.
+            tile_scale: of this thread's rows of a state whose codes have any.
         """
         tcgen05.after_sync()
         shape, (to,) = self.shape, load_shared(self.slot, 1)
+        if shape.scaled:
+            at = self.base + shape.factors_at + self.lane % 4 * 8
+            own = [load_shared_floats(at, 2, 8, offset=b * 32) for b in range(shape.blocks)]
+            factors = [
+                [x * (y * tile_scale) for x, y in zip(*pair, strict=True)] for pair in zip(factors, own, strict=True)
+            ]
         found = []
         for part in range(parts):
             lane = self.warp * 32 + part % shape.warp_parts * 16
             first = to + Uint32(lane << 16) + part // shape.warp_parts * shape.probes
             columns = tcgen05.load_sums(first, list(range(0, shape.probes, 8)))
-            found.append([self._total(columns, b, tile_scales[part : part + 1]) for b in range(shape.blocks)])
+            found.append([self._total(columns, b, factors[b]) for b in range(shape.blocks)])
         tcgen05.before_sync()
         return found
 
-    def _total(self, columns: list[list[Any]], block: int, tile_scale: list[Any]) -> list[Float32]:
-        """The sums of a block of probes over their terms."""
+    def _total(self, columns: list[list[Any]], block: int, factors: list[Any]) -> list[Float32]:
+        """The sums of a block of probes over their terms, times factors of its two columns."""
         shape, (*terms, total) = self.shape, columns[block :: self.shape.blocks]
         share = Float32(1.0 / NEXT_TERM if shape.scaled else 1.0)
         for term in reversed(terms):
             total = [x + y * share for x, y in zip(term, total, strict=True)]
-        if shape.scaled:
-            where = self.base + shape.factors_at + (block * 8 + self.lane % 4 * 2) * 4
-            factors = load_shared_floats(where, 2, 8)
-            total = [x * (factors[i % 2] * tile_scale[0]) for i, x in enumerate(total)]
-        return total
+        return [x * factors[i % 2] for i, x in enumerate(total)]
 
 
 def encode_block(values: list[Any], factor: Any) -> tuple[list[Any], Any, Float32]:
