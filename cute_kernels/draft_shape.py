@@ -42,7 +42,7 @@ class DraftShape:
             heads=config.heads,
             together=key.heads_together,
             copies=key.read_dtype is not None,
-            tensor=config.readout == "tcgen05",
+            tensor=key.tensor,
         )
 
     @property

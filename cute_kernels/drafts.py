@@ -90,7 +90,7 @@ class Cta:
     @property
     def operands(self) -> Operands | None:
         """State and probes where tcgen05 multiplies them; None where mma.sync does."""
-        if self.key.config.readout == "mma":
+        if not self.key.tensor:
             return None
         return Operands(OperandShape.of(self.key), self.memory.state, cute.arch.thread_idx()[0])
 

@@ -31,7 +31,7 @@ def smem_bytes(key: StepKey) -> int:
 def room(key: StepKey) -> int:
     """CTAs that a multiprocessor has threads, shared and tensor memory for, and takes at all."""
     by_memory = MULTIPROCESSOR_SMEM_BYTES // (smem_bytes(key) + RESERVED_SMEM_BYTES)
-    if key.config.readout == "tcgen05":
+    if key.tensor:
         by_memory = min(by_memory, TENSOR_COLUMNS // OperandShape.of(key).columns)
     return max(1, min(by_memory, MULTIPROCESSOR_THREADS // key.threads, MULTIPROCESSOR_CTAS))
 
@@ -54,11 +54,11 @@ def invalid_reason(key: StepKey, arch: Arch) -> str | None:
         return f"warps: {tile.rows} rows are not a multiple of those that {config.warps} warps take at once"
     if config.heads < 1 or (key.num_v_heads // key.num_k_heads) % config.heads:
         return f"heads: {key.num_v_heads // key.num_k_heads} of a key head do not go by {config.heads}"
-    if config.heads > 1 and (config.split > 1 or key.read_dtype is None or config.readout != "mma"):
+    if config.heads > 1 and (config.split > 1 or key.read_dtype is None or key.tensor):
         return f"heads: supported is 1 where heads are split, no copy is read or tcgen05 reads, got {config.heads}"
     if config.precision not in TERMS:
         return f"precision: supported are {', '.join(TERMS)}, got {config.precision}"
-    if config.readout == "tcgen05" and (reason := unfit_reason(key, arch.tensor_columns)):
+    if key.tensor and (reason := unfit_reason(key, arch.tensor_columns)):
         return reason
     needed = smem_bytes(key)
     if needed > arch.smem_bytes:
@@ -126,7 +126,7 @@ def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
             candidate = on_tensor_memory(candidate, arch) or candidate
             tile = Tile.of(candidate)
         whole = channels and (key.drafts or key.decay_dtype == "float32")
-        whole = whole or candidate.config.readout == "tcgen05"
+        whole = whole or candidate.tensor
         most = LARGEST_CHANNEL_TILE_BYTES if whole else LARGEST_TILE_BYTES
         if tile.bytes > most or invalid_reason(candidate, arch):
             continue
@@ -134,7 +134,7 @@ def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
             held = nvfp4 and not channels and (key.probes == 1) == (key.num_tokens > 1)
             most = HELD_REGISTERS if key.probes == 1 else LONE_REGISTERS
             ctas = min(room(candidate), MULTIPROCESSOR_REGISTERS // (tile.threads * most))
-            ctas = ctas if held and candidate.config.readout == "mma" else 1
+            ctas = ctas if held and not candidate.tensor else 1
         elif key.rounding == "stochastic" and key.probes == 1:
             ctas = min(room(candidate), MULTIPROCESSOR_REGISTERS // (tile.threads * DRAWING_REGISTERS))
         else:

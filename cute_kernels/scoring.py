@@ -50,7 +50,7 @@ class Scoring:
     def each_block(
         self, warp: Any, warps: int, of_window: Callable[[int], None], of_tokens: Callable[[int, Any], None]
     ) -> None:
-        """Call one of the two, with the step and the block of tokens, for each block of records of one of some warps."""
+        """Call one of the two, with the step and the block of tokens, for each block of records of a warp of some."""
         shape = self.cta.shape
         for step in range(-(-shape.record_blocks // warps)):
             block = warp + warps * step - shape.window_columns // 8
@@ -62,7 +62,7 @@ class Scoring:
             when((block >= 0) & (block < shape.token_blocks), functools.partial(of_tokens, step, block))
 
     def column(self, warp: Any, warps: int, step: int) -> Any:
-        """The first of the two columns of the scores that this lane has in a block of one of some warps."""
+        """The first of the two columns of the scores that this lane has in a block of a warp of some."""
         return (warp + warps * step) * 8 + self.cta.place.lane % 4 * 2
 
     def score(self, keys: list[list[Uint32]], zero: Any, draft: Draft | None) -> None:

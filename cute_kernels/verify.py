@@ -448,7 +448,7 @@ def verify_kernel(tensors: StepTensors, total: Int32, pad_slot: Int32, key: cutl
         # As in `step.step_kernel`: rows that only read leave L2 to what is written (batch 256, T = 8: 286 -> 282 us).
         policy = select(cursor.folds, Int64(EVICT_NORMAL), Int64(EVICT_FIRST))
         if cutlass.const_expr(shape.tensor):
-            products.start(cta, cursor, cta.source(cursor.slot), policy)
+            rows = products.start(cta, cursor, cta.source(cursor.slot), policy)
         else:
             for index in cutlass.range_constexpr(shape.tiles):
                 cta.start_tile(cursor.slot, shared.arrival, index, policy)
@@ -484,7 +484,7 @@ def verify_kernel(tensors: StepTensors, total: Int32, pad_slot: Int32, key: cutl
             scoring.score(keys, zero, None if shape.lone or shape.keeps_raw else draft)
             if cutlass.const_expr(shape.tensor):
                 products.stage(cta, probes)
-                products.arrive(cta)
+                products.arrive(cta, rows)
             cute.arch.barrier()
             if cutlass.const_expr(shape.tensor):
                 products.multiply(cta, shared.arrival)

@@ -131,7 +131,7 @@ def _words(one: Instruction) -> int:
     if one.opcode in ("LDTM", "LDSM"):
         count = re.search(r"\.(?:x|M88\.|MT88\.)(\d+)", one.name)
         return 4 * int(count[1] if count else 1)
-    if one.opcode[-1] == "2" and one.opcode[0] == "F" or "WIDE" in one.name or one.opcode in ("CS2R", "IADD64"):
+    if (one.opcode[-1] == "2" and one.opcode[0] == "F") or "WIDE" in one.name or one.opcode in ("CS2R", "IADD64"):
         return 2
     return max(1, one.bits // 32) if one.opcode.startswith(("LD", "ATOM")) else 2 if ".64" in one.name else 1
 
@@ -192,11 +192,11 @@ def _signed(word: int) -> int:
 
 def _function(one: Instruction, kind: str, sources: list[str]) -> Callable[..., int] | None:
     """What an instruction computes of its sources; None if that is not modelled."""
-    if ".X" in one.name or ".HI" in one.name and kind != "SHF" or "WIDE" in one.name or ".64" in one.name:
+    if ".X" in one.name or (".HI" in one.name and kind != "SHF") or "WIDE" in one.name or ".64" in one.name:
         return None
     if kind in ("MOV", "R2UR") and len(sources) == 1:
         return lambda a: a
-    if kind == "IADD3" and len(sources) == 3 or kind == "VIADD":
+    if (kind == "IADD3" and len(sources) == 3) or kind == "VIADD":
         return lambda *terms: sum(terms)
     if kind == "IMAD" and len(sources) == 3:
         return lambda a, b, c: a * b + c

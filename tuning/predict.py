@@ -33,14 +33,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cute_kernels.configs import WARP, StepKey, Tile
-from cute_kernels.heuristic import (
-    MULTIPROCESSOR_CTAS,
-    MULTIPROCESSOR_REGISTERS,
-    MULTIPROCESSOR_SMEM_BYTES,
-    MULTIPROCESSOR_THREADS,
-    RESERVED_SMEM_BYTES,
-    smem_bytes,
-)
+from cute_kernels.heuristic import MULTIPROCESSOR_REGISTERS, room
 from tuning.cubin import resources
 from tuning.devices import (
     CHAIN_US,
@@ -122,13 +115,10 @@ class Kernel:
 
     @property
     def occupancy(self) -> int:
-        """CTAs of a multiprocessor, by registers, warps and shared memory."""
-        key = self.key
+        """CTAs of a multiprocessor, by registers, and by what `heuristic.room` counts."""
         of_warp = -(-self.registers * WARP // REGISTER_UNIT) * REGISTER_UNIT
         warps = SCHEDULERS * (MULTIPROCESSOR_REGISTERS // SCHEDULERS // of_warp)
-        by_memory = MULTIPROCESSOR_SMEM_BYTES // (smem_bytes(key) + RESERVED_SMEM_BYTES)
-        by_threads = MULTIPROCESSOR_THREADS // key.threads
-        return max(1, min(warps // (key.threads // WARP), by_memory, by_threads, MULTIPROCESSOR_CTAS))
+        return max(1, min(warps // (self.key.threads // WARP), room(self.key)))
 
     @functools.cached_property
     def _programs(self) -> list[Program]:
