@@ -242,9 +242,10 @@ SMALL = {
 # machine knows of no access that only they order but stores to it, where codes are decoded: allocation and release are
 # orders of their own, and an mbarrier orders what tcgen05.commit was behind.
 BEFORE, AFTER = "tcgen05.fence::before_thread_sync;", "tcgen05.fence::after_thread_sync;"
-ALWAYS_NEEDLESS = ["bar.sync", "bar.sync", AFTER, BEFORE, AFTER]
-NEEDLESS = dict.fromkeys(("tf32", "f16", "mxf4nvf4"), [*ALWAYS_NEEDLESS[:2], BEFORE, AFTER, *ALWAYS_NEEDLESS[2:]])
-NEEDLESS["decoded"] = ALWAYS_NEEDLESS
+NEEDLESS = {
+    kind: ["bar.sync", "bar.sync", *([] if kind == "decoded" else [BEFORE, AFTER]), AFTER, BEFORE, AFTER]
+    for kind in SMALL
+}
 # By kind of product: a number, a place or a scale that is wrong.
 OTHER_K, OTHER_SWIZZLE = (
     swap(r"(add\.s64 \s*%rd\d+, %rd\d+), 2;", r"\1, 4;"),
