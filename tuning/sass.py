@@ -241,20 +241,19 @@ class Program:
         folding = self.fold_blocks
         backward = {(n, loop.header) for loop in self.loops for n in loop.blocks}
 
-        @functools.cache
-        def heaviest(number: int, folded: bool) -> tuple[int, tuple[int, ...]] | None:
-            if number == EXIT:
-                return (0, ()) if folded == folds else None
+        onward = {n: [t for t in self.successors[n] if (n, t) not in backward] for n in range(len(self.blocks))}
+        # By block, and whether the path has folded before it: the heaviest way on from there, and how heavy it is.
+        heaviest: dict[tuple[int, bool], tuple[int, tuple[int, ...]]] = {(EXIT, folds): (0, ())}
+        for number in _last_first(onward):
             if number in folding and not folds:
-                return None
-            folded = folded or number in folding
-            onward = [t for t in self.successors[number] if (number, t) not in backward]
-            rest = max(filter(None, (heaviest(t, folded) for t in onward)), default=None)
-            if rest is None:
-                return None
-            return rest[0] + times[number] * len(self.blocks[number]), (number, *rest[1])
-
-        found = heaviest(0, False)
+                continue
+            for before in (False, True):
+                ways = (heaviest.get((t, before or number in folding)) for t in onward[number])
+                rest = max(filter(None, ways), default=None)
+                if rest is not None:
+                    weight = rest[0] + times[number] * len(self.blocks[number])
+                    heaviest[number, before] = (weight, (number, *rest[1]))
+        found = heaviest.get((0, False))
         if found is None:
             raise NotImplementedError(f"control flow: no path of a row that {'folds' if folds else 'only reads'}")
         issued: Counter[Instruction] = Counter()
@@ -268,6 +267,19 @@ class Program:
                 rounds += times[number]
                 loaded.update(Counter([one for one in self.blocks[number] if one.opcode == "LDG"] * times[number]))
         return Path(issued, rounds, sum(n * one.bits // 8 for one, n in loaded.items()))
+
+
+def _last_first(onward: dict[int, list[int]]) -> list[int]:
+    """The blocks that can be reached from the first, each behind all that follow it."""
+    order: dict[int, None] = {}
+    todo = [(0, False)]
+    while todo:
+        number, followed = todo.pop()
+        if followed:
+            order[number] = None
+        elif number not in order and number != EXIT:
+            todo += [(number, True), *((target, False) for target in onward[number])]
+    return list(order)
 
 
 def _split(sass: str) -> tuple[list[Block], dict[str, int]]:

@@ -22,7 +22,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 from cute_kernels.configs import TENSOR_WARPS, WARP
 from cute_kernels.operands import SCALE_BYTES, OperandShape
 from cute_kernels.primitives import tcgen05
-from cute_kernels.primitives.arithmetic import reciprocal, select
+from cute_kernels.primitives.arithmetic import paired, reciprocal, select
 from cute_kernels.primitives.control import when
 from cute_kernels.primitives.convert import pack, pack_e2m1, pack_e4m3, unpack, unpack_e2m1, unpack_e4m3
 from cute_kernels.primitives.memory import (
@@ -217,8 +217,9 @@ class Operands:
                 self._store_piece(block, byte, words[unit * size : (unit + 1) * size], dtype)
 
         units = shape.blocks * shape.d_state // (4 * BLOCK["nvfp4"]) if shape.scaled else chunks * pieces
-        for i in range(units):
-            when(self.warp == i % TENSOR_WARPS, lambda i=i: (encode if shape.scaled else write)(i))
+        for i in range(units):  # the last warps begin: the first allocates and starts products
+            warp = TENSOR_WARPS - 1 - i % TENSOR_WARPS
+            when(self.warp == warp, lambda i=i: (encode if shape.scaled else write)(i))
 
     def _store_piece(self, block: int, byte: Any, words: list[Any], dtype: str) -> None:
         """16 bytes of each term of this lane's probe of a block, in the order of the state's elements."""
@@ -272,8 +273,8 @@ class Operands:
             store_shared_byte(self.base + shape.probe_scales_at + to, scale)
             if term + 1 < shape.probe_terms:
                 decoded = [x for word in codes for x in unpack_e2m1(word)]
-                step = step * (unit * Float32(1.0 / ratio))
-                rest = [x - y * step for x, y in zip(rest, decoded, strict=True)]
+                step = step * (unit * Float32(-1.0 / ratio))
+                rest = paired("fma.rn.f32x2", decoded, [step] * size, rest)
 
     # Products.
 
@@ -379,4 +380,4 @@ def encode_block(values: list[Any], factor: Any) -> tuple[list[Any], Any, Float3
     (scale,) = pack_e4m3([share, *[Float32(0.0)] * 3])
     step = unpack(unpack_e4m3(scale), "float16")[0]
     inverse = select(step == Float32(0.0), Float32(0.0), reciprocal(step)) * factor
-    return pack_e2m1([x * inverse for x in values]), scale, step
+    return pack_e2m1(paired("mul.rn.f32x2", values, [inverse] * len(values))), scale, step
