@@ -13,7 +13,7 @@ ROW_BLOCK = 16  # rows of a product of several tokens
 TENSOR_WARPS = 4  # of a CTA whose readout is that of tcgen05: each reaches a quarter of tensor memory
 RingLayout = Literal["record_major", "head_major", "strided"]
 Precision = Literal["fp32", "tf32", "bf16"]
-Readout = Literal["mma", "tcgen05"]
+Readout = Literal["mma", "tcgen05", "tcgen05_f16"]
 TERMS: dict[Precision, int] = {"fp32": 3, "tf32": 2, "bf16": 1}
 
 
@@ -23,7 +23,7 @@ class StepConfig:
 
     Args:
         split: CTAs that share the V rows of one head.
-        warps: of a CTA: 4 or 8, and for several tokens, or where a copy is read, also 1 or 2. With "tcgen05" of a head,
+        warps: of a CTA: 4 or 8, and for several tokens, or where a copy is read, also 1 or 2. With tcgen05 of a head,
             1, 2 or 4: a CTA then has 4, of as many heads.
         ctas: CTAs that the registers of a multiprocessor must have room for; 1 leaves it to the compiler.
         fold_values: state values that a thread of a fold keeps in registers at a time.
@@ -31,8 +31,9 @@ class StepConfig:
         precision: of the products of several tokens, on tensor cores: a float32 factor becomes the sum of 3 bfloat16
             terms ("fp32", all of its 24 bits), of 2 ("tf32", 16 bits, more than TF32 has) or 1 ("bf16", 8 bits).
             Sums are float32, and a 16-bit factor is never rounded. One token's products are always float32.
-        readout: what multiplies the state by several tokens' probes: "mma", registers of all warps, or "tcgen05",
-            tensor memory (`operands.OperandShape` says what precision means there).
+        readout: what multiplies the state by several tokens' probes: "mma", registers of all warps; "tcgen05",
+            tensor memory (`operands.OperandShape` says what precision means there); "tcgen05_f16" likewise, with NVFP4
+            codes made bfloat16 on their way there instead of multiplied as they are.
     """
 
     split: int = 1
@@ -134,9 +135,14 @@ class StepKey:
         return self.num_tokens > 1 or self.rows.has_cu_seqlens or self.read_dtype is not None
 
     @property
+    def tensor(self) -> bool:
+        """Whether tcgen05 multiplies the state by probes."""
+        return self.config.readout != "mma"
+
+    @property
     def heads_together(self) -> int:
         """Heads of one key group that a CTA works on, each with warps of its own."""
-        return TENSOR_WARPS // self.config.warps if self.config.readout == "tcgen05" else 1
+        return TENSOR_WARPS // self.config.warps if self.tensor else 1
 
     @property
     def threads(self) -> int:
@@ -152,6 +158,12 @@ class StepKey:
     def probes(self) -> int:
         """Vectors that each state row is multiplied by: the query, and the key where a record needs the state."""
         return 1 if isinstance(self.options, Mamba2Options) else 2
+
+
+def read_vector(bits: int, d_state: int) -> int:
+    """Elements of a row that each of 4 lanes takes at once, `bits` each: 16 bytes, or of float32 as many as of a key of
+    16 bits (Qwen3.5-122B, batch 256, 4 tokens: 284 -> 279 us; H200, 2026-11-30), or all that there are."""
+    return min(max(128 // bits, 8), d_state // 4)
 
 
 @dataclass(frozen=True)
@@ -198,9 +210,7 @@ class Tile:
 
     @property
     def read_vector(self) -> int:
-        """Elements of a row that each of 4 lanes takes at once: 16 bytes, or of float32 as many as of a key of 16 bits
-        (Qwen3.5-122B, batch 256, 4 tokens: 284 -> 279 us; H200, 2026-11-30), or all that there are."""
-        return min(max(128 // self.read_bits, 8), self.d_state // 4)
+        return read_vector(self.read_bits, self.d_state)
 
     @property
     def threads(self) -> int:

@@ -120,10 +120,10 @@ class HeadLoads:
 
 def load_keys(cta: Cta, cursor: RowCursor) -> list[list[Uint32]]:
     """Of each block of records that this warp scores, this lane's words of its key."""
-    shape, place, key_of = cta.shape, cta.place, cta.policy.key
+    shape, place, key_of, (warp, warps) = cta.shape, cta.place, cta.policy.key, cta.scorer
     keys = []
-    for step in range(-(-shape.record_blocks // shape.warps)):
-        record = (place.warp + shape.warps * step) * 8 + place.lane // 4
+    for step in range(-(-shape.record_blocks // warps)):
+        record = (warp + warps * step) * 8 + place.lane // 4
         token, from_window = record - shape.window_columns, record < shape.window_columns
         valid = select(from_window, Int32(record < cursor.count), cta.is_token(token))
         fresh = cta.input_place(key_of(cta.tensors.inputs), token, place.group)

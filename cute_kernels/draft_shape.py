@@ -25,6 +25,7 @@ class DraftShape:
     channels: bool
     warps: int
     heads: int
+    together: int
     copies: bool
     tensor: bool
 
@@ -39,8 +40,9 @@ class DraftShape:
             channels=isinstance(key.options, KdaOptions),
             warps=config.warps,
             heads=config.heads,
+            together=key.heads_together,
             copies=key.read_dtype is not None,
-            tensor=config.readout == "tcgen05",
+            tensor=key.tensor,
         )
 
     @property
@@ -56,7 +58,7 @@ class DraftShape:
     @property
     def keeps_raw(self) -> bool:
         """Whether scores lie in shared memory as they are too, beside those that a head has weighed."""
-        return self.heads > 1 and self.tokens > 1
+        return self.together > 1 or (self.heads > 1 and self.tokens > 1)
 
     @property
     def token_blocks(self) -> int:
@@ -117,7 +119,12 @@ class DraftShape:
         """Shared memory behind the tiles: decays by channel, scores, what is between tokens, probes; later a fold's
         records, unless they take the place of operands (`operands.OperandShape.fold_bytes`)."""
         own = tile.channel_bytes + self.scores_bytes + self.between_bytes + self.vectors_bytes(tile)
-        own += self.scores_bytes if self.keeps_raw else 0
+        own += self.scores_bytes if self.heads > 1 and self.keeps_raw else 0
         if self.tensor and not self.channels:
             return own
         return max(own, tile.staging_bytes - (self.tiles * tile.bytes if self.folds_over_tiles else 0))
+
+    def shared_bytes(self, tile: Tile) -> int:
+        """The same of all heads that a CTA works on at once, and the scores that they share."""
+        raw = self.scores_bytes if self.together > 1 else 0
+        return self.together * self.staging_bytes(tile) + raw

@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
 from cute_kernels.args import StepTensors
-from cute_kernels.configs import SIZE_BYTES, StepKey, Tile
+from cute_kernels.configs import SIZE_BYTES, TENSOR_WARPS, WARP, StepKey, Tile
 from cute_kernels.draft_shape import DraftShape
 from cute_kernels.operands import OperandShape
 from cute_kernels.primitives.arithmetic import select
@@ -93,7 +93,7 @@ class Cta:
     @property
     def operands(self) -> Operands | None:
         """State and probes where tcgen05 multiplies them; None where mma.sync does."""
-        if self.key.config.readout == "mma":
+        if not self.key.tensor:
             return None
         return Operands(OperandShape.of(self.key), self.memory.state, cute.arch.thread_idx()[0])
 
@@ -102,6 +102,19 @@ class Cta:
         """Of the read copy of a slot."""
         key = self.key
         return CopyShape(key.num_v_heads * key.head_dim, key.d_state, key.checkpoint_dtype, key.read_dtype or "")
+
+    @property
+    def first_head(self) -> Any:
+        """The first of the heads that the CTA works on at once."""
+        together = self.key.heads_together
+        return self.place.head - self.place.head % together if together > 1 else self.place.head
+
+    @property
+    def scorer(self) -> tuple[Any, int]:
+        """Which of the warps that score the records this is, and how many they are: those of all heads."""
+        if self.key.heads_together > 1:
+            return cute.arch.thread_idx()[0] // WARP, TENSOR_WARPS
+        return self.place.warp, self.shape.warps
 
     @property
     def terms(self) -> int:
@@ -116,7 +129,10 @@ class Cta:
     def raw_scores(self) -> Scores:
         """The scores as they are, before a head weighs them."""
         shape, base = self.shape, self.scores.base
-        if shape.keeps_raw:
+        if shape.together > 1:
+            later = shape.together - (self.place.head - self.first_head)
+            base = base + later * shape.staging_bytes(self.tile)
+        elif shape.keeps_raw:
             base = base + shape.scores_bytes + shape.between_bytes
         return Scores(base, shape, self.place.lane)
 

@@ -24,14 +24,14 @@ def smem_bytes(key: StepKey) -> int:
     if not key.drafts:
         return tile.smem_bytes
     if shape.tensor:
-        return OperandShape.of(key).bytes + key.heads_together * shape.staging_bytes(tile) + 16
+        return OperandShape.of(key).bytes + shape.shared_bytes(tile) + 16
     return shape.tiles * (tile.bytes + 8) + shape.staging_bytes(tile) + 8
 
 
 def room(key: StepKey) -> int:
     """CTAs that a multiprocessor has threads, shared and tensor memory for, and takes at all."""
     by_memory = MULTIPROCESSOR_SMEM_BYTES // (smem_bytes(key) + RESERVED_SMEM_BYTES)
-    if key.config.readout == "tcgen05":
+    if key.tensor:
         by_memory = min(by_memory, TENSOR_COLUMNS // OperandShape.of(key).columns)
     return max(1, min(by_memory, MULTIPROCESSOR_THREADS // key.threads, MULTIPROCESSOR_CTAS))
 
@@ -54,11 +54,11 @@ def invalid_reason(key: StepKey, arch: Arch) -> str | None:
         return f"warps: {tile.rows} rows are not a multiple of those that {config.warps} warps take at once"
     if config.heads < 1 or (key.num_v_heads // key.num_k_heads) % config.heads:
         return f"heads: {key.num_v_heads // key.num_k_heads} of a key head do not go by {config.heads}"
-    if config.heads > 1 and (config.split > 1 or key.read_dtype is None or config.readout != "mma"):
+    if config.heads > 1 and (config.split > 1 or key.read_dtype is None or key.tensor):
         return f"heads: supported is 1 where heads are split, no copy is read or tcgen05 reads, got {config.heads}"
     if config.precision not in TERMS:
         return f"precision: supported are {', '.join(TERMS)}, got {config.precision}"
-    if config.readout == "tcgen05" and (reason := unfit_reason(key, arch.tensor_columns)):
+    if key.tensor and (reason := unfit_reason(key, arch.tensor_columns)):
         return reason
     needed = smem_bytes(key)
     if needed > arch.smem_bytes:
@@ -66,15 +66,20 @@ def invalid_reason(key: StepKey, arch: Arch) -> str | None:
     return None
 
 
-def on_tensor_memory(key: StepKey, arch: Arch) -> StepKey | None:
+def on_tensor_memory(key: StepKey, batch: int, arch: Arch) -> StepKey | None:
     """The same with the readout of tcgen05 and as few warps a head as fit, or None if it does not serve the key.
 
-    A CTA has then up to 64 KiB of the state: two or three of them on a multiprocessor have most of it under way.
+    A CTA has then up to 64 KiB of the state: two or three of them on a multiprocessor have most of it under way. Heads
+    of NVFP4 take fewer warps than mma.sync gives them where there are many, since conversions of probes are shared by
+    more of them (GDN 122B, batch 256, 8 tokens: 84 us with 1 warp, 97 with 2, predicted for B300).
     """
+    many = key.read_dtype == "nvfp4" and batch * key.num_v_heads >= FEW_CTAS
     for warps in (1, 2, 4):
         candidate = replace(key, config=replace(key.config, warps=warps, readout="tcgen05"))
         small = candidate.heads_together * Tile.of(candidate).bytes <= LARGEST_CHANNEL_TILE_BYTES
-        if warps >= key.config.warps and small and not invalid_reason(candidate, arch):
+        if invalid_reason(candidate, arch) or not small:
+            continue
+        if warps >= key.config.warps or (many and room(candidate) > 1):
             return candidate
     return None
 
@@ -124,9 +129,9 @@ def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
                 rows = ROW_BLOCK
             warps = 1 << max(0, (tile.rows // rows).bit_length() - 1)
             candidate = replace(candidate, config=replace(candidate.config, warps=warps))
-            candidate = on_tensor_memory(candidate, arch) or candidate
+            candidate = on_tensor_memory(candidate, batch, arch) or candidate
             tile = Tile.of(candidate)
-        whole = channels or candidate.config.readout == "tcgen05"
+        whole = channels or candidate.tensor
         most = LARGEST_CHANNEL_TILE_BYTES if whole else LARGEST_TILE_BYTES
         if tile.bytes > most or invalid_reason(candidate, arch):
             continue
@@ -136,7 +141,7 @@ def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
             ctas = min(room(candidate), MULTIPROCESSOR_REGISTERS // (tile.threads * most)) if held else 1
             if channels and key.read_dtype is None and tile.read_bits == 32 and key.num_tokens <= 8:
                 ctas = CHANNEL_CTAS
-            ctas = ctas if candidate.config.readout == "mma" else 1
+            ctas = 1 if candidate.tensor else ctas
         elif key.rounding == "stochastic" and key.probes == 1:
             ctas = min(room(candidate), MULTIPROCESSOR_REGISTERS // (tile.threads * DRAWING_REGISTERS))
         else:

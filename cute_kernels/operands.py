@@ -1,7 +1,8 @@
 """What a step's products of state and probes take where tcgen05 computes them: sizes, derived from a key.
 
 The state is one operand, of 64 or 128 rows; the probes are the other, each of their terms a column of its own. Both lie
-in shared memory as the tensor cores read it, the sums in tensor memory. Products are exact and sums float32.
+in shared memory as the tensor cores read it, the sums in tensor memory. Products are exact and sums float32. With
+"tcgen05_f16" codes of nvfp4 times their block scales, which a bfloat16 holds exactly, lie in tensor memory.
 
 | state | kind | terms of the state | terms of a probe |
 |---|---|---|---|
@@ -9,6 +10,7 @@ in shared memory as the tensor cores read it, the sums in tensor memory. Product
 | float16 | f16 | itself | itself, float16 |
 | float32 | tf32 | 1, or 2 for "fp32" | TF32: 1, or 3 of float32 for "fp32" |
 | nvfp4 | mxf4nvf4 | itself, with its scales | NVFP4: 2, 3, 4 |
+| nvfp4, "tcgen05_f16" | f16 | bfloat16 | as of bfloat16 |
 
 With three counts the precision chooses: "bf16", "tf32", "fp32"; where activations are float16, "tf32" chooses as "fp32"
 does, but for bfloat16 terms. So a float32 state errs, relative to itself, at most `STATE_ERROR`; a probe errs relative
@@ -21,7 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from cute_kernels.configs import TENSOR_WARPS, TERMS, KdaOptions, Precision, StepKey, Tile
+from cute_kernels.configs import TENSOR_WARPS, TERMS, KdaOptions, Precision, StepKey, Tile, read_vector
 from cute_kernels.draft_shape import DraftShape
 
 Kind = Literal["f16", "tf32", "mxf4nvf4"]
@@ -47,8 +49,10 @@ class OperandShape:
     all within its quarter of tensor memory: 16 or 32 lanes of the sums of each product.
 
     Args:
-        dtype: of the state as it is read.
+        dtype: of the state as an operand.
         heads, rows, warps: heads of the CTA; rows (64 or 128) and warps of each.
+        read_bits: of an element of the state in memory.
+        decoded: whether threads make bfloat16 of the codes, in tensor memory.
         blocks: of 8 probes.
         state_terms, probe_terms: how many each factor is the sum of.
         drawn: whether probes are made channel by channel, not taken as they came.
@@ -60,7 +64,8 @@ class OperandShape:
     rows: int
     warps: int
     d_state: int
-    bits: int
+    read_bits: int
+    decoded: bool
     blocks: int
     state_terms: int
     probe_terms: int
@@ -70,7 +75,8 @@ class OperandShape:
     @classmethod
     def of(cls, key: StepKey) -> OperandShape:
         tile, precision, activation = Tile.of(key), key.config.precision, key.activation_dtype
-        dtype, drawn = key.read_dtype or key.checkpoint_dtype, isinstance(key.options, KdaOptions)
+        decoded, drawn = key.config.readout == "tcgen05_f16", isinstance(key.options, KdaOptions)
+        dtype = "bfloat16" if decoded else key.read_dtype or key.checkpoint_dtype
         floats = drawn or activation == "float32"
         # The 11 bits of float16 are more than TF32's rounding leaves of a sum.
         asked: Precision = "fp32" if activation == "float16" and precision == "tf32" else precision
@@ -83,7 +89,7 @@ class OperandShape:
             terms = TERMS[precision] if floats else 2
         blocks = DraftShape.of(key).probe_blocks
         sizes = (key.heads_together, tile.rows, tile.warps, key.d_state, tile.read_bits)
-        return cls(dtype, *sizes, blocks, states, terms, drawn, 0 if drawn else tile.staging_bytes)
+        return cls(dtype, *sizes, decoded, blocks, states, terms, drawn, 0 if drawn else tile.staging_bytes)
 
     @property
     def kind(self) -> Kind:
@@ -119,8 +125,19 @@ class OperandShape:
         return self.probe_terms * self.blocks * 8
 
     @property
+    def read_bytes(self) -> int:
+        """Of a row of the state in memory."""
+        return self.d_state * self.read_bits // 8
+
+    @property
     def row_bytes(self) -> int:
-        return self.d_state * self.bits // 8
+        """Of a row of an operand."""
+        return self.d_state * 2 if self.decoded else self.read_bytes
+
+    @property
+    def vector(self) -> int:
+        """Elements of a probe that a lane has loaded of each chunk, as `Tile.read_vector`."""
+        return read_vector(self.read_bits, self.d_state)
 
     @property
     def span(self) -> int:
@@ -133,8 +150,8 @@ class OperandShape:
 
     @property
     def state_bytes(self) -> int:
-        """Of one term."""
-        return self.products * self.product_rows * self.row_bytes
+        """Shared memory of one term."""
+        return 0 if self.decoded else self.products * self.product_rows * self.row_bytes
 
     @property
     def probes_at(self) -> int:
@@ -184,9 +201,14 @@ class OperandShape:
         return self.products * self.probes
 
     @property
+    def state_columns(self) -> int:
+        """Columns of tensor memory for the state of one product, which come behind all sums."""
+        return self.row_bytes // 4 if self.decoded else 0
+
+    @property
     def columns(self) -> int:
         """Columns of tensor memory: a power of two."""
-        needed = self.scales_at + (self.products + 1) * self.scale_columns
+        needed = self.scales_at + (self.products + 1) * self.scale_columns + self.products * self.state_columns
         return max(LEAST_COLUMNS, 1 << (needed - 1).bit_length())
 
 
@@ -197,6 +219,8 @@ def unfit_reason(key: StepKey, tensor_columns: int) -> str | None:
         return "readout: this architecture has no tcgen05; use mma"
     if not key.drafts or not key.num_tokens:
         return "readout: tcgen05 serves steps of several tokens or of read copies, got one token or a fold; use mma"
+    if key.config.readout == "tcgen05_f16" and dtype != "nvfp4":
+        return f"readout: tcgen05_f16 reads nvfp4, got {dtype}; use tcgen05"
     if dtype not in KINDS:
         return f"readout: tcgen05 reads {', '.join(KINDS)}, got {dtype}; use mma"
     exact = key.activation_dtype == "float16" and not isinstance(key.options, KdaOptions)

@@ -1,6 +1,6 @@
 """The readout of several tokens where tcgen05 computes it: what a CTA of `verify` does at each of its stages.
 
-1. `start`, once the slot is known: tensor memory, and the copies of the tile;
+1. `start`, once the slot is known: tensor memory, and the copies of the tile, or loads where codes are decoded;
 2. `stage`, behind a barrier and the scores, whose registers it takes: the probes, while the copies are under way;
 3. `arrive`, in front of a barrier: the tile is there;
 4. `multiply`, behind it: one thread starts all products;
@@ -20,9 +20,10 @@ from cute_kernels.drafts import Cta
 from cute_kernels.primitives import tcgen05
 from cute_kernels.primitives.memory import load_shared, load_words
 from cute_kernels.records import TileMemory
+from cute_kernels.replay.codes import SUM_POWER
 from cute_kernels.replay.cursor import RowCursor
 from cute_kernels.replay.quant import CopyPlaces
-from cute_kernels.replay.tensor import Operands
+from cute_kernels.replay.tensor import DecodedRow, Operands
 
 
 def operands_of(cta: Cta) -> Operands:
@@ -33,21 +34,29 @@ def operands_of(cta: Cta) -> Operands:
 
 def first_row_of(cta: Cta) -> Any:
     """The first row, of all heads, that the CTA works on."""
-    place, key = cta.place, cta.key
-    together = place.head % key.heads_together if key.heads_together > 1 else 0
-    return (place.head - together) * key.head_dim + place.first_row
+    return cta.first_head * cta.key.head_dim + cta.place.first_row
 
 
-def start(cta: Cta, cursor: RowCursor, source: Any, policy: Any) -> None:
+def start(cta: Cta, cursor: RowCursor, source: Any, policy: Any) -> list[DecodedRow]:
     """Allocate tensor memory and start the copies of the tile, that of this thread's head at a global address; a
-    barrier must follow."""
-    operands, place = operands_of(cta), cta.place
+    barrier must follow.
+
+    Returns:
+        What `arrive` decodes.
+    """
+    operands, place, rows = operands_of(cta), cta.place, []
     ahead = place.head * cta.key.head_dim + place.first_row - first_row_of(cta)
-    operands.copy_state(source - Int64(ahead * operands.shape.row_bytes), policy)
+    source = source - Int64(ahead * operands.shape.read_bytes)
+    if operands.shape.decoded:
+        places = CopyPlaces.of(cta.tensors.pool.copy, cursor.slot)
+        rows = operands.load_codes(source, cta.copy_shape, places, first_row_of(cta))
+    else:
+        operands.copy_state(source, policy)
     if operands.shape.scaled:
         places = CopyPlaces.of(cta.tensors.pool.copy, cursor.slot)
         operands.copy_scales(cta.copy_shape, places, first_row_of(cta))
     tcgen05.allocate(operands.warp, operands.slot, operands.shape.columns)
+    return rows
 
 
 def stage(cta: Cta, probes: list[list[list[Uint32]]]) -> None:
@@ -55,9 +64,9 @@ def stage(cta: Cta, probes: list[list[list[Uint32]]]) -> None:
     operands_of(cta).stage_probes(probes, cta.key.activation_dtype)
 
 
-def arrive(cta: Cta) -> None:
-    """Wait for this thread's copies; a barrier must follow."""
-    operands_of(cta).arrive()
+def arrive(cta: Cta, rows: list[DecodedRow]) -> None:
+    """Wait for this thread's copies, or decode its rows; a barrier must follow."""
+    operands_of(cta).arrive(rows)
 
 
 def multiply(cta: Cta, arrival: Any) -> None:
@@ -65,16 +74,18 @@ def multiply(cta: Cta, arrival: Any) -> None:
     operands_of(cta).start_products(arrival)
 
 
-def sums(cta: Cta, cursor: RowCursor) -> list[Any]:
-    """Products of this warp's rows of the tile with each block of probes, as `StateRows.products` returns them."""
-    scales = []
-    if operands_of(cta).shape.scaled:
+def sums(cta: Cta, cursor: RowCursor, factors: list[list[Any]]) -> list[Any]:
+    """Products of this warp's rows of the tile with each block of probes, as `StateRows.products` returns them, times
+    factors of the block's two columns."""
+    scale, shape = None, operands_of(cta).shape
+    if shape.scaled or shape.decoded:
         places = CopyPlaces.of(cta.tensors.pool.copy, cursor.slot)
-        first_row = cta.place.head * cta.key.head_dim + cta.place.first_row
-        for row, ahead in cta.channels.pairs:
-            (word,) = load_words(places.tile_scale + ((first_row + row + ahead) >> 4) * 4, 1)
-            scales.append(word.bitcast(Float32))
-    return operands_of(cta).sums(len(cta.channels.pairs), scales)
+        row = cta.place.head * cta.key.head_dim + cta.place.first_row + cta.channels.first
+        (word,) = load_words(places.tile_scale + (row >> 4) * 4, 1)
+        scale = word.bitcast(Float32)
+    if shape.decoded:
+        scale = scale * Float32(2.0 ** SUM_POWER["nvfp4"])
+    return operands_of(cta).sums(len(cta.channels.pairs), factors, scale)
 
 
 def finish(cta: Cta) -> TileMemory:

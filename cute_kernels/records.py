@@ -342,7 +342,7 @@ def stage_fold(
         state_dtype=key.checkpoint_dtype,
         key_dtype="float32" if tile.channels else key.activation_dtype,
         value_dtype=key.record_dtype,
-        staged=key.read_dtype is None and key.config.readout == "mma",
+        staged=key.read_dtype is None and not key.tensor,
         parts=1 if key.read_dtype is None else FoldStatics.copy_parts(tile),
     )
     stage = FoldStage.of(tile, shared.state, shared.staging, place.thread)

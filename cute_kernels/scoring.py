@@ -1,14 +1,15 @@
 """The scores of a CTA of `verify`: products of probes with the window's records and with the tokens, weighed by head.
 
 A CTA of one head weighs each score as it is made. One of several heads keeps the scores as they are, and weighs them
-for one head after the other; those of one token are weighed where they are used (`Scores.lone_weights`).
+for one head after the other, or where it works on all at once each head's warps do; those of one token are weighed
+where they are used (`Scores.lone_weights`).
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass.cute as cute
@@ -46,11 +47,13 @@ class Scoring:
         blocks = self.cta.shape.probe_blocks
         return [list(range(b, min(b + 2, blocks))) for b in range(0, blocks, 2)]
 
-    def each_block(self, of_window: Callable[[int], None], of_tokens: Callable[[int, Any], None]) -> None:
-        """Call one of the two, with the step and the block of tokens, for each block of records of this warp."""
-        shape, warp = self.cta.shape, self.cta.place.warp
-        for step in range(-(-shape.record_blocks // shape.warps)):
-            block = warp + shape.warps * step - shape.window_columns // 8
+    def each_block(
+        self, warp: Any, warps: int, of_window: Callable[[int], None], of_tokens: Callable[[int, Any], None]
+    ) -> None:
+        """Call one of the two, with the step and the block of tokens, for each block of records of a warp of some."""
+        shape = self.cta.shape
+        for step in range(-(-shape.record_blocks // warps)):
+            block = warp + warps * step - shape.window_columns // 8
             group = (block + shape.window_columns // 8) // 2  # a window of one group is always scored
             scored = Boolean(True)
             if shape.window_columns > 16:
@@ -58,9 +61,9 @@ class Scoring:
             when((block < 0) & scored, functools.partial(of_window, step))
             when((block >= 0) & (block < shape.token_blocks), functools.partial(of_tokens, step, block))
 
-    def column(self, step: int) -> Any:
-        """The first of the two columns of the scores that this lane has in a block."""
-        return (self.cta.place.warp + self.cta.shape.warps * step) * 8 + self.cta.place.lane % 4 * 2
+    def column(self, warp: Any, warps: int, step: int) -> Any:
+        """The first of the two columns of the scores that this lane has in a block of a warp of some."""
+        return (warp + warps * step) * 8 + self.cta.place.lane % 4 * 2
 
     def score(self, keys: list[list[Uint32]], zero: Any, draft: Draft | None) -> None:
         """Score the records with every probe, append the keys of tokens among them, and weigh them unless `draft`,
@@ -68,9 +71,9 @@ class Scoring:
 
         `zero` is what sums start from.
         """
-        cta, shape = self.cta, self.cta.shape
-        first = cta.place.warp * 8 + cta.place.lane // 4
-        rows = [first + 8 * shape.warps * step for step in range(len(keys))]
+        cta, shape, (warp, warps) = self.cta, self.cta.shape, self.cta.scorer
+        first = warp * 8 + cta.place.lane // 4
+        rows = [first + 8 * warps * step for step in range(len(keys))]
         vectors = cta.vectors(keys, [select(r < shape.window_columns, r, Int32(0)) for r in rows])
 
         def raw(probes: Any, pair: list[int], step: int) -> list[Float32]:
@@ -91,22 +94,22 @@ class Scoring:
                 self.keep_tokens(step, block, pair, found, draft, weights)
             append_key(cta, self.cursor, block * 8 + cta.place.lane // 4, keys[step], self.key_factor(block))
 
-        self.each_block(of_window, of_tokens)
+        self.each_block(warp, warps, of_window, of_tokens)
 
     def weigh(self, draft: Draft) -> None:
         """Weigh what `score` left as it was."""
-        raw = self.cta.raw_scores
+        raw, own = self.cta.raw_scores, (self.cta.place.warp, self.cta.shape.warps)
 
         def of_window(step: int) -> None:
             for pair in self.pairs:
-                self.keep_window(step, pair, raw.load_pairs(pair, self.column(step)), draft)
+                self.keep_window(step, pair, raw.load_pairs(pair, self.column(*own, step)), draft)
 
         def of_tokens(step: int, block: Any) -> None:
             weights = self.start_tokens(draft, block)
             for pair in self.pairs:
-                self.keep_tokens(step, block, pair, raw.load_pairs(pair, self.column(step)), draft, weights)
+                self.keep_tokens(step, block, pair, raw.load_pairs(pair, self.column(*own, step)), draft, weights)
 
-        self.each_block(of_window, of_tokens)
+        self.each_block(*own, of_window, of_tokens)
 
     def keep_window(self, step: int, pair: list[int], raw: list[Any], draft: Draft | None) -> None:
         if draft is None:
@@ -127,7 +130,7 @@ class Scoring:
     def keep(self, step: int, pair: list[int], raw: list[Any]) -> None:
         """Store scores as they are."""
         for i, block in enumerate(pair):
-            self.cta.raw_scores.store_pair(block, self.column(step), raw[2 * i : 2 * i + 2])
+            self.cta.raw_scores.store_pair(block, self.column(*self.cta.scorer, step), raw[2 * i : 2 * i + 2])
 
     def key_factor(self, block: Any) -> Any:
         """The factor of this lane's key of a block of tokens."""
@@ -156,7 +159,7 @@ def append_key(cta: Cta, cursor: RowCursor, token: Any, words: list[Any], factor
     dtype, vector_bytes = cta.key.activation_dtype, cta.tile.read_vector * cta.tile.activation_size
     if cta.policy.value_needs_state:
         words = pack([x * factor for x in unpack(words, dtype)], dtype)
-    mine = cta.is_token(token) * leads_group(cta.key, cta.place)
+    mine = cta.is_token(token) * leads_group(cta.key, replace(cta.place, head=cta.first_head))
     start = cta.key_place(cursor, cursor.count + token) + cta.place.lane % 4 * vector_bytes
     size = vector_bytes // 4
     for c in range(len(words) // size):

@@ -149,10 +149,13 @@ def read_rows(
     """`read_head` of several tokens."""
     shape, scores = cta.shape, cta.scores
     factors = draft.column_factors()
-    found = products.sums(cta, cursor) if shape.tensor else state_rows(cta, loads).products(probes)
-    for readouts in found:
-        for b, of_block in enumerate(readouts):
-            readouts[b] = [x * factors[b][j % 2] for j, x in enumerate(of_block)]
+    if shape.tensor:
+        found = products.sums(cta, cursor, factors)
+    else:
+        found = state_rows(cta, loads).products(probes)
+        for readouts in found:
+            for b, of_block in enumerate(readouts):
+                readouts[b] = [x * factors[b][j % 2] for j, x in enumerate(of_block)]
     found = add_window(cta, cursor, loads, found)
     tokens = cta.own(0)[: 2 * shape.token_blocks]
     made: list[Any] = [[] for _ in tokens]
@@ -402,7 +405,7 @@ def verify_kernel(tensors: StepTensors, total: Int32, pad_slot: Int32, key: cutl
     thread, head = place.thread, place.head
     heads, staging = key.heads_together, shape.staging_bytes(tile)
     tile_bytes, alignment = (OperandShape.of(key).bytes, 1024) if shape.tensor else (tile.bytes, 128)
-    shared = TileMemory.of_tiles(tile_bytes, heads * staging, shape.tiles, alignment)
+    shared = TileMemory.of_tiles(tile_bytes, shape.shared_bytes(tile), shape.tiles, alignment)
     if cutlass.const_expr(key.rows.pdl):
         cute.arch.griddepcontrol_wait()
     slot = load_slot(tensors.rows.cache_indices, row, key.rows.index_dtype)
@@ -445,7 +448,7 @@ def verify_kernel(tensors: StepTensors, total: Int32, pad_slot: Int32, key: cutl
         # As in `step.step_kernel`: rows that only read leave L2 to what is written (batch 256, T = 8: 286 -> 282 us).
         policy = select(cursor.folds, Int64(EVICT_NORMAL), Int64(EVICT_FIRST))
         if cutlass.const_expr(shape.tensor):
-            products.start(cta, cursor, cta.source(cursor.slot), policy)
+            rows = products.start(cta, cursor, cta.source(cursor.slot), policy)
         else:
             for index in cutlass.range_constexpr(shape.tiles):
                 cta.start_tile(cursor.slot, shared.arrival, index, policy)
@@ -483,13 +486,16 @@ def verify_kernel(tensors: StepTensors, total: Int32, pad_slot: Int32, key: cutl
                 cute.arch.barrier()
             else:
                 append_decays(cta, cursor, draft.gate)
-            scoring.score(keys, zero, None if shape.lone else draft)
+            scoring.score(keys, zero, None if shape.lone or shape.keeps_raw else draft)
             if cutlass.const_expr(shape.tensor):
                 products.stage(cta, probes)
-                products.arrive(cta)
+                products.arrive(cta, rows)
             cute.arch.barrier()
             if cutlass.const_expr(shape.tensor):
                 products.multiply(cta, shared.arrival)
+            if cutlass.const_expr(shape.keeps_raw):
+                scoring.weigh(draft)
+                cta.sync()
             bulk_wait(shared.arrival)
             read_head(cta, cursor, early, loads, draft, state_probes(cta, probes))
             if cutlass.const_expr(shape.tensor):

@@ -41,7 +41,7 @@ HEADS: dict[tuple[str, int, int, int], dict[str, int]] = {
     ("gdn", 128, 128, 1): {"fp32": 1, "bf16": 1, "nvfp4": 1, "fp8": 0},
     ("gdn", 128, 128, 2): {"fp32": 1, "bf16": 1, "nvfp4": 2, "fp8": 0},
     ("gdn", 128, 128, 3): {"fp32": 1, "bf16": 1, "nvfp4": 1, "fp8": 0},
-    ("gdn", 128, 128, 4): {"fp32": 1, "bf16": 1, "nvfp4": 2, "fp8": 0},
+    ("gdn", 128, 128, 4): {"fp32": 1, "bf16": 1, "nvfp4": 4, "fp8": 0},
     ("kda", 128, 128, 1): {"fp32": 1, "bf16": 1, "nvfp4": 1, "fp8": 0},
 }
 
@@ -100,6 +100,7 @@ REASONS: dict[str, tuple[LayerSpec, ReplaySpec, dict[str, Any]]] = {
     "64 or 128 rows": (SUPER, SPECS["fp32"], {"split": 2}),
     "1, 2 or 4 warps a head, got 8": (SUPER, SPECS["fp32"], {"warps": 8}),
     "groups of a multiple of 2": (replace(SUPER, num_k_heads=128), SPECS["fp32"], {"warps": 2}),
+    "tcgen05_f16 reads nvfp4": (SUPER, SPECS["bf16"], {"readout": "tcgen05_f16"}),
     "multiplies float16 by float16": (SUPER, replace(SPECS["bf16"], checkpoint_dtype=F16), {}),
     "shared memory": (replace(SUPER, head_dim=128, d_state=256), SPECS["fp32"], {"warps": 2}),
     "1024 columns of tensor memory, there are 512": (
@@ -116,6 +117,15 @@ def test_a_readout_that_does_not_fit_is_refused_with_the_reason(words: str) -> N
     chosen = StepConfig(**({"readout": "tcgen05"} | config))
     with pytest.raises(NotImplementedError, match=words):
         plan(layer, spec, num_tokens=spec.max_draft, arch="sm_100a", config=chosen)
+
+
+def test_more_heads_share_a_cta_where_there_are_many() -> None:
+    """Codes of Gated DeltaNet: conversions are shared by four heads, but few CTAs are better off with two each; so are
+    16 tokens, whose sums take all of tensor memory."""
+    for batch, tokens, heads in ((256, 8, 4), (1, 8, 2), (256, 16, 2)):
+        spec = replace(SPECS["nvfp4"], max_draft=tokens, ring_capacity=32)
+        key = plan(lookup("qwen3.5-122b-a10b").layer, spec, num_tokens=tokens, arch="sm_103a", batch=batch).key
+        assert key.heads_together == heads
 
 
 def test_kda_heads_do_not_share_probes_that_differ() -> None:

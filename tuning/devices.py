@@ -20,8 +20,9 @@
 * (g) what public microbenchmarks of H100 reach; it only weighs in what an encoding reads again.
 * (h) as on the H200: not known.
 
-The calibrated constants below are of the H200 and serve every device. They were fitted to 209 medians of the records of
-2026-11-30 (rows that read, rows that fold, plain steps), by least fourth powers of the logarithm of the ratio.
+The calibrated constants below are of the H200 and serve every device. They were fitted to the 243 medians of
+rows that read, rows that fold and plain steps that docs/prediction.md compares, by least fourth powers of the logarithm
+of the ratio.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 SCHEDULERS = 4  # of a multiprocessor, each with 16,384 registers
-CHAIN_US = 2.6  # slot, cursor, then tile and records: loads that wait for one another, cold, before all else overlaps
+CHAIN_US = 2.3  # slot, cursor, then tile and records: loads that wait for one another, cold, before all else overlaps
 ROUND_US = 0.27  # an iteration that loads from global memory and waits
-CYCLES_PER_INSTRUCTION = 1.4  # of a warp that has its scheduler for itself
-CONTENTION = 1.5  # n warps of a scheduler issue in n of n + CONTENTION cycles
+CYCLES_PER_INSTRUCTION = 2.1  # of a warp that has its scheduler for itself
+CONTENTION = 2.1  # n warps of a scheduler issue in n of n + CONTENTION cycles
 # Resources that are busy at once get in each other's way: of times a and b together take (a^p + b^p)^(1/p).
-OVERLAP = 3.2
+OVERLAP = 3.4
 
 
 @dataclass(frozen=True)

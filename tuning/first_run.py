@@ -23,7 +23,7 @@ import torch
 
 import replayssm
 from cute_kernels.arch import ARCHES
-from cute_kernels.configs import StepConfig
+from cute_kernels.configs import TENSOR_WARPS, StepConfig
 from cute_kernels.heuristic import heuristic_config
 from replayssm import ReplaySpec
 from tuning import gate, workload
@@ -109,11 +109,16 @@ class Compared:
 
 
 def readouts(work: workload.StepWork, arch: str) -> dict[str, StepConfig]:
-    """What the architecture's heuristic chooses, and what one without tcgen05 would, where that is another readout."""
+    """What the architecture's heuristic chooses, and what one without tcgen05 would, where that is another readout; of
+    NVFP4 also codes that are decoded, by twice the warps a head: the state takes tensor memory then."""
     chosen = work.plan(arch).key
     other = heuristic_config(chosen, work.out.shape[0], replace(ARCHES[arch], tensor_columns=0))
     configs: dict[str, StepConfig] = {} if other is None else {other.readout: other}
-    return configs | {chosen.config.readout: chosen.config}
+    configs[chosen.config.readout] = chosen.config
+    if chosen.tensor and chosen.read_dtype == "nvfp4":
+        warps = min(TENSOR_WARPS, 2 * chosen.config.warps)
+        configs["tcgen05_f16"] = replace(chosen.config, warps=warps, readout="tcgen05_f16")
+    return configs
 
 
 def compare(model: ModelShape, state: str, tokens: int, machine: Machine, rows: int = ROWS) -> list[Compared]:

@@ -5,9 +5,11 @@ For a launch of C CTAs on M multiprocessors, each of which holds k CTAs of w war
 * memory: bytes from and to HBM (`tuning.roofline`), each direction at its own rate. A row that folds where steps read
   a copy also reads its codes, and the encoding reads the folded rows again: from memory, or where the states of the
   whole launch fit into L2, from there.
-* pipe: instructions that a warp issues (`tuning.sass`) times C w over the schedulers, each pipe at its rate, the
-  busiest of them; n warps of a scheduler keep it busy for n / (n + `CONTENTION`) of the time.
-* warp: what one warp alone takes for its instructions, and for loops that wait for memory in each iteration.
+* pipe: instructions that the w warps of a CTA issue (`tuning.sass`, of each warp what its number leaves) times C over
+  the schedulers, each pipe at its rate, the busiest of them; n warps of a scheduler keep it busy for n / (n +
+  `CONTENTION`) of the time.
+* warp: what the warp with most to do takes alone for its instructions, and for loops that wait for memory in each
+  iteration.
 * occupancy: C / (k M) times what a CTA takes by itself, `CHAIN_US` and the warp's time: k CTAs cannot do more.
 * floor: an empty launch and `CHAIN_US`.
 
@@ -31,14 +33,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cute_kernels.configs import WARP, StepKey, Tile
-from cute_kernels.heuristic import (
-    MULTIPROCESSOR_CTAS,
-    MULTIPROCESSOR_REGISTERS,
-    MULTIPROCESSOR_SMEM_BYTES,
-    MULTIPROCESSOR_THREADS,
-    RESERVED_SMEM_BYTES,
-    smem_bytes,
-)
+from cute_kernels.heuristic import MULTIPROCESSOR_REGISTERS, room
 from tuning.cubin import resources
 from tuning.devices import (
     CHAIN_US,
@@ -49,6 +44,7 @@ from tuning.devices import (
     SCHEDULERS,
     Device,
 )
+from tuning.known import of_warp
 from tuning.matrix import StepCase
 from tuning.roofline import Traffic
 from tuning.sass import Instruction, Path, Program, disassembled
@@ -119,17 +115,20 @@ class Kernel:
 
     @property
     def occupancy(self) -> int:
-        """CTAs of a multiprocessor, by registers, warps and shared memory."""
-        key = self.key
+        """CTAs of a multiprocessor, by registers, and by what `heuristic.room` counts."""
         of_warp = -(-self.registers * WARP // REGISTER_UNIT) * REGISTER_UNIT
         warps = SCHEDULERS * (MULTIPROCESSOR_REGISTERS // SCHEDULERS // of_warp)
-        by_memory = MULTIPROCESSOR_SMEM_BYTES // (smem_bytes(key) + RESERVED_SMEM_BYTES)
-        by_threads = MULTIPROCESSOR_THREADS // key.threads
-        return max(1, min(warps // (key.threads // WARP), by_memory, by_threads, MULTIPROCESSOR_CTAS))
+        return max(1, min(warps // (self.key.threads // WARP), room(self.key)))
 
-    def path(self, *, folds: bool, records: int) -> Path:
-        """What a warp of a row issues that holds so many records."""
-        return self.program.path(folds=folds, record_trips=-(-records // Tile.of(self.key).fold_unroll))
+    @functools.cached_property
+    def _programs(self) -> list[Program]:
+        """The control flow of each warp of a CTA."""
+        return [of_warp(self.program, warp) for warp in range(self.key.threads // WARP)]
+
+    def paths(self, *, folds: bool, records: int) -> list[Path]:
+        """What each warp of a CTA issues whose row holds so many records."""
+        trips = -(-records // Tile.of(self.key).fold_unroll)
+        return [program.path(folds=folds, record_trips=trips) for program in self._programs]
 
 
 @dataclass(frozen=True)
@@ -167,7 +166,16 @@ class _Rows:
 
     count: int
     traffic: Traffic
-    path: Path
+    paths: list[Path]
+
+    @functools.cached_property
+    def issued(self) -> Counter[Instruction]:
+        """By all warps of a CTA."""
+        return sum((path.issued for path in self.paths), Counter())
+
+    def warp_us(self, device: Device) -> float:
+        """Of the warp with most to do."""
+        return max(_warp_us(path, device) for path in self.paths)
 
 
 def predict(kernel: Kernel, case: StepCase, device: Device) -> Prediction:
@@ -186,8 +194,8 @@ def predict(kernel: Kernel, case: StepCase, device: Device) -> Prediction:
     key, groups = kernel.key, []
     for records, count in Counter(case.live_records).items():
         folds = records + case.num_tokens > case.replay.window
-        path = kernel.path(folds=folds, records=records)
-        groups.append(_Rows(count, case.traffic(records, count), path))
+        paths = kernel.paths(folds=folds, records=records)
+        groups.append(_Rows(count, case.traffic(records, count), paths))
     row_ctas, cta_warps = ctas_of_row(key), key.threads // WARP
     ctas = case.rows * row_ctas
     share = ctas / device.multiprocessors
@@ -196,20 +204,20 @@ def predict(kernel: Kernel, case: StepCase, device: Device) -> Prediction:
     counts: defaultdict[str, float] = defaultdict(float)
     shared = 0.0
     for rows in groups:
-        for name, number in instructions(rows.path.issued).items():
-            counts[name] += number * rows.count / case.rows
-        warps = rows.count * row_ctas * cta_warps
-        for name, cycles in pipe_cycles(rows.path.issued).items():
-            pipes[name] += cycles * warps
-        shared += warps * WARP * sum(n * one.bits // 8 for one, n in rows.path.issued.items() if one.opcode in SHARED)
+        for name, number in instructions(rows.issued).items():
+            counts[name] += number * rows.count / (case.rows * cta_warps)
+        of_rows = rows.count * row_ctas
+        for name, cycles in pipe_cycles(rows.issued).items():
+            pipes[name] += cycles * of_rows
+        shared += of_rows * WARP * sum(n * one.bits // 8 for one, n in rows.issued.items() if one.opcode in SHARED)
     resident = min(kernel.occupancy, max(1.0, share)) * cta_warps / SCHEDULERS
     # A multiprocessor gets whole CTAs.
     uneven = math.ceil(share) / share if share > 1 else 1.0
     cycles_us = (resident + CONTENTION) / resident * uneven / (device.multiprocessors * SCHEDULERS * device.clock_mhz)
     busiest = max((name for name in pipes if name != "other"), key=lambda name: pipes[name])
     pipe = pipes[busiest] * cycles_us
-    warp = max(_warp_us(rows.path, device) for rows in groups)
-    mean = sum(rows.count * _warp_us(rows.path, device) for rows in groups) / case.rows
+    warp = max(rows.warp_us(device) for rows in groups)
+    mean = sum(rows.count * rows.warp_us(device) for rows in groups) / case.rows
     occupancy = share / kernel.occupancy * (CHAIN_US + mean)
     floor = device.launch_us + CHAIN_US
     busy = max(_together(memory, pipe), occupancy)
@@ -226,7 +234,7 @@ def _memory(kernel: Kernel, groups: Iterable[_Rows], device: Device) -> tuple[fl
     """Microseconds and bytes of what goes through HBM."""
     key, tile = kernel.key, Tile.of(kernel.key)
     groups = list(groups)
-    row_ctas, cta_warps = ctas_of_row(key), key.threads // WARP
+    row_ctas = ctas_of_row(key)
     state = key.num_v_heads * key.head_dim * key.d_state * tile.state_size
     time = num_bytes = 0.0
     # Everything that the launch has touched may lie in L2 when rows are read again.
@@ -238,7 +246,7 @@ def _memory(kernel: Kernel, groups: Iterable[_Rows], device: Device) -> tuple[fl
         again = 0
         if traffic.folds and key.read_dtype is not None:
             read += rows.count * key.num_v_heads * key.config.split * tile.bytes
-            again = rows.path.loaded_bytes * WARP * cta_warps * row_ctas - state
+            again = sum(path.loaded_bytes for path in rows.paths) * WARP * row_ctas - state
             again = rows.count * min(max(0, again), state)
         time += read / device.read_rate + written / device.write_rate + again / again_rate
         num_bytes += read + written + (again if again_rate == device.read_rate else 0)
@@ -246,7 +254,7 @@ def _memory(kernel: Kernel, groups: Iterable[_Rows], device: Device) -> tuple[fl
 
 
 def pipe_cycles(issued: Mapping[Instruction, int]) -> dict[str, float]:
-    """Cycles of a scheduler by pipe for what one warp issues, and "issue" for all of it."""
+    """Cycles of a scheduler by pipe for what is issued, and "issue" for all of it."""
     found: defaultdict[str, float] = defaultdict(float)
     for one, times in issued.items():
         pipe, cycles = pipe_of(one.opcode)
@@ -257,7 +265,7 @@ def pipe_cycles(issued: Mapping[Instruction, int]) -> dict[str, float]:
 
 
 def instructions(issued: Mapping[Instruction, int]) -> dict[str, int]:
-    """Instructions by pipe of what one warp issues."""
+    """Instructions by pipe of what is issued."""
     found: Counter[str] = Counter()
     for one, times in issued.items():
         found[pipe_of(one.opcode)[0]] += times

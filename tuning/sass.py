@@ -3,12 +3,12 @@
 NVIDIA's disassembler does the reading; PyPI's nvidia-cuda-nvdisasm brings it, so no CUDA toolkit is needed.
 
 Counts are static. The control flow of these kernels is small: a branch for padding rows, one between rows that read
-and rows that fold, a few by the role of a warp, loops of a fold and of an encoding, and waits for a barrier. A warp's
-path is the heaviest one from the entry to an exit that passes the loops of a fold, or none of them (a row of padding
-does less than any other). A wait counts once, since who waits does not issue, and so does the code that only runs while
-a barrier is late. A loop runs as often as its counter says where start, step and end are constants; twice where a flag
-ends it, which the compiler makes of a loop of two; else its trips follow the records of the row. Predicated
-instructions count as if they ran, since they are issued.
+and rows that fold, a few by the role of a warp (`tuning.known` follows those), loops of a fold and of an encoding, and
+waits for a barrier. A warp's path is the heaviest one from the entry to an exit that passes the loops of a fold, or
+none of them (a row of padding does less than any other). A wait counts once, since who waits does not issue, and so
+does the code that only runs while a barrier is late. A loop runs as often as its counter says where start, step and end
+are constants; twice where a flag ends it, which the compiler makes of a loop of two; else its trips follow the records
+of the row. Predicated instructions count as if they ran, since they are issued.
 """
 
 from __future__ import annotations
@@ -157,20 +157,20 @@ class Program:
     def loops(self) -> tuple[Loop, ...]:
         """All loops that can be reached, each header's once."""
         found: dict[int, set[int]] = {}
-        for number in {0, *self._reached(0)}:
+        for number in self._reached(0):
             for target in self.successors[number]:
-                # A jump back to what does not lead here again ends code that was moved out of the way.
-                if EXIT < target <= number and number in {target, *self._reached(target)}:
+                # A jump back to what is not the only way here ends code that was moved out of the way.
+                if EXIT < target <= number and number not in self._reached(0, without=target):
                     found.setdefault(target, {target}).update(self._body(target, number))
         return tuple(Loop(header, frozenset(body), self._trips(header, body)) for header, body in found.items())
 
-    def _reached(self, start: int) -> set[int]:
-        """Blocks that can follow `start`."""
-        seen: set[int] = set()
-        todo = [start]
+    def _reached(self, start: int, *, without: int = EXIT) -> set[int]:
+        """The block `start` and those that can follow it, without passing another."""
+        seen = {start} - {without}
+        todo = list(seen)
         while todo:
             for target in self.successors[todo.pop()]:
-                if target != EXIT and target not in seen:
+                if target not in (EXIT, without) and target not in seen:
                     seen.add(target)
                     todo.append(target)
         return seen
@@ -204,13 +204,13 @@ class Program:
             return 1  # a wait
         if not test.opcode.endswith("ISETP"):
             return FLAG_TRIPS
-        counter, bound = test.operands[2].removesuffix(".reuse"), _constant(test.operands[3])
+        counter, bound = test.operands[2].removesuffix(".reuse"), constant(test.operands[3])
         adds = next((one for one in inside if _step(one, counter, inside)), None)
         if adds is None or not bound:
             return None
         before = [one for block in self.blocks[:header] for one in block]
         first = _last_writer(before, counter)
-        start = 0 if first is None else _constant(first.operands[-1]) or 0
+        start = 0 if first is None else constant(first.operands[-1]) or 0
         beyond = int(".GT" in test.name or ".LE" in test.name)  # the bound itself is within
         late = int(inside.index(test) < inside.index(adds))  # what is tested is the value of this trip, not of the next
         return max(1, -(-(bound + beyond - start) // _step(adds, counter, inside)) + late)
@@ -241,20 +241,19 @@ class Program:
         folding = self.fold_blocks
         backward = {(n, loop.header) for loop in self.loops for n in loop.blocks}
 
-        @functools.cache
-        def heaviest(number: int, folded: bool) -> tuple[int, tuple[int, ...]] | None:
-            if number == EXIT:
-                return (0, ()) if folded == folds else None
+        onward = {n: [t for t in self.successors[n] if (n, t) not in backward] for n in range(len(self.blocks))}
+        # By block, and whether the path has folded before it: the heaviest way on from there, and how heavy it is.
+        heaviest: dict[tuple[int, bool], tuple[int, tuple[int, ...]]] = {(EXIT, folds): (0, ())}
+        for number in _last_first(onward):
             if number in folding and not folds:
-                return None
-            folded = folded or number in folding
-            onward = [t for t in self.successors[number] if (number, t) not in backward]
-            rest = max(filter(None, (heaviest(t, folded) for t in onward)), default=None)
-            if rest is None:
-                return None
-            return rest[0] + times[number] * len(self.blocks[number]), (number, *rest[1])
-
-        found = heaviest(0, False)
+                continue
+            for before in (False, True):
+                ways = (heaviest.get((t, before or number in folding)) for t in onward[number])
+                rest = max(filter(None, ways), default=None)
+                if rest is not None:
+                    weight = rest[0] + times[number] * len(self.blocks[number])
+                    heaviest[number, before] = (weight, (number, *rest[1]))
+        found = heaviest.get((0, False))
         if found is None:
             raise NotImplementedError(f"control flow: no path of a row that {'folds' if folds else 'only reads'}")
         issued: Counter[Instruction] = Counter()
@@ -268,6 +267,19 @@ class Program:
                 rounds += times[number]
                 loaded.update(Counter([one for one in self.blocks[number] if one.opcode == "LDG"] * times[number]))
         return Path(issued, rounds, sum(n * one.bits // 8 for one, n in loaded.items()))
+
+
+def _last_first(onward: dict[int, list[int]]) -> list[int]:
+    """The blocks that can be reached from the first, each behind all that follow it."""
+    order: dict[int, None] = {}
+    todo = [(0, False)]
+    while todo:
+        number, followed = todo.pop()
+        if followed:
+            order[number] = None
+        elif number not in order and number != EXIT:
+            todo += [(number, True), *((target, False) for target in onward[number])]
+    return list(order)
 
 
 def _split(sass: str) -> tuple[list[Block], dict[str, int]]:
@@ -307,10 +319,10 @@ def _step(one: Instruction, counter: str, inside: Sequence[Instruction]) -> int:
     moved = any(other.opcode in ("MOV", "UMOV") and other.operands == (counter, words[0]) for other in inside)
     if words[0] != counter and not moved:
         return 0
-    return next((value for word in words[1:] if (value := _constant(word))), 0)
+    return next((value for word in words[1:] if (value := constant(word))), 0)
 
 
-def _constant(word: str) -> int | None:
+def constant(word: str) -> int | None:
     """The value of an immediate operand or of a zero register; None of any other."""
     if word in ("RZ", "URZ", "SRZ"):
         return 0

@@ -15,7 +15,6 @@ from cute_kernels.arch import Arch
 from cute_kernels.configs import ROW_BLOCK, SIZE_BYTES, StepConfig, StepKey, Tile
 from cute_kernels.heuristic import (
     HELD_REGISTERS,
-    MOST_LARGE_CTAS,
     MULTIPROCESSOR_REGISTERS,
     heuristic_config,
     invalid_reason,
@@ -23,6 +22,7 @@ from cute_kernels.heuristic import (
 )
 from replayssm.tuned import TUNED_FIELDS, Parameters, Shape
 
+FEW_CTAS = 2  # of a multiprocessor: then tiles of half the size are tried too
 FOLD_VALUES = (4, 8, 16, 32, 64)
 WARPS = (1, 2, 4, 8)
 HEADS = (1, 2, 4, 8)
@@ -169,7 +169,7 @@ def prune_wasteful(rows: int, multiprocessors: int) -> Prune:
     def enough(key: StepKey, split: int) -> bool:
         """Whether so many CTAs a head leave no multiprocessor idle, and room for some of them on each."""
         fewer = replace(key, config=replace(key.config, split=split))
-        return rows * key.num_v_heads * split >= multiprocessors and room(fewer) > MOST_LARGE_CTAS
+        return rows * key.num_v_heads * split >= multiprocessors and room(fewer) > FEW_CTAS
 
     def wasteful(candidate: Candidate, first: Candidate, splits: Sequence[int]) -> bool:
         key, tile = candidate.key, Tile.of(candidate.key)

@@ -33,6 +33,23 @@ def rounded(opcode: str, *values: Any) -> Float32:
     return cute.arch.inline_ptx(f"{opcode} {{$w0}}, {operands};", write_only_types=[Float32], read_only_args=[*values])
 
 
+def paired(opcode: str, *values: list[Any]) -> list[Float32]:
+    """One instruction for each two floats of some lists, a list for each source, e.g. "mul.rn.f32x2"; not on sm_90a."""
+    found: list[Float32] = []
+    for i in range(0, len(values[0]), 2):
+        words = [x for of_source in values for x in of_source[i : i + 2]]
+        names = "".join("s%d, " % n for n in range(len(values)))
+        packs = " ".join("mov.b64 s%d, {{$r%d}, {$r%d}};" % (n, 2 * n, 2 * n + 1) for n in range(len(values)))
+        text = "{.reg .b64 d, %s; %s %s d, %s; mov.b64 {{$w0}, {$w1}}, d;}" % (
+            names[:-2],
+            packs,
+            opcode,
+            names[:-2],
+        )
+        found += cute.arch.inline_ptx(text, write_only_types=[Float32] * 2, read_only_args=words)
+    return found
+
+
 def product(x: Any, y: Any) -> Float32:
     """x * y, rounded to nearest even, subnormals kept."""
     return rounded("mul.rn.f32", x, y)

@@ -118,7 +118,7 @@ def multiply(kind: str, to: Any, left: Any, right: Any, descriptor: int, *, adds
     """Start products of one step along K, by one thread: sums at tensor address `to`, or added to those there.
 
     Args:
-        left, right: matrix descriptors.
+        left, right: matrix descriptors, Int64; or `left`, a Uint32, the tensor address of what `store_rows` stored.
         descriptor: as `instruction` made it.
         scales: tensor addresses of both operands' block scales, where the kind has any.
     """
@@ -126,9 +126,10 @@ def multiply(kind: str, to: Any, left: Any, right: Any, descriptor: int, *, adds
     places = ", [{$r3}], [{$r4}]" if scales else ""
     text = (
         "{.reg .pred p; .reg .b32 i; setp.ne.u32 p, %d, 0; mov.b32 i, %d;"
-        " tcgen05.mma.cta_group::1.kind::%s%s [{$r0}], {$r1}, {$r2}, i%s, p;}"
+        " tcgen05.mma.cta_group::1.kind::%s%s [{$r0}], %s, {$r2}, i%s, p;}"
     )
-    ptx(text % (adds, descriptor, kind, scaled, places), read_only_args=[to, left, right, *scales])
+    first = "[{$r1}]" if isinstance(left, Uint32) else "{$r1}"
+    ptx(text % (adds, descriptor, kind, scaled, first, places), read_only_args=[to, left, right, *scales])
 
 
 def copy_scales(to: Any, descriptor: Any) -> None:
@@ -161,6 +162,22 @@ def load_sums(first: Any, columns: list[int]) -> list[list[Float32]]:
     text = "{.reg .b32 at; mov.b32 at, {$r0}; " + " ".join(loads) + " tcgen05.wait::ld.sync.aligned;}"
     words = ptx(text, write_only_types=[Uint32] * (4 * len(columns)), read_only_args=[first])
     return [[w.bitcast(Float32) for w in words[i : i + 4]] for i in range(0, len(words), 4)]
+
+
+def store_rows(first: Any, words: list[Any]) -> None:
+    """Start to store each lane's words to its own lane of tensor memory, columns from the tensor address `first` on.
+
+    Args:
+        words: 1, 2, 4, .. up to 128; `wait_for_stores` must follow.
+    """
+    operands = ", ".join("{$r%d}" % (i + 1) for i in range(len(words)))
+    text = f"tcgen05.st.sync.aligned.32x32b.x{len(words)}.b32 [{{$r0}}], {{{operands}}};"
+    ptx(text, read_only_args=[first, *words])
+
+
+def wait_for_stores() -> None:
+    """Wait for this warp's stores so far."""
+    ptx("tcgen05.wait::st.sync.aligned;", read_only_args=[])
 
 
 def tf32_terms(value: Any, count: int) -> list[Float32]:

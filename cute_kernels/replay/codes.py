@@ -130,6 +130,12 @@ def code_fragment(dtype: str, words: list[Any], factors: list[Any]) -> Fragment:
     return made
 
 
+def block_factors(word: Any, count: int) -> list[Uint32]:
+    """The scales of nvfp4 blocks in the lowest bytes of a word, times 2**64, each as a pair of bfloat16."""
+    pairs = [((word >> 8 * i & Uint32(0xFF)) * Uint32(0x00100010)) for i in range(count)]
+    return [times_constant(times_constant(pair, TWO_92), TWO_92) for pair in pairs]
+
+
 @dataclass(frozen=True)
 class CodeScales:
     """Scales of the rows that a lane has.
@@ -202,8 +208,7 @@ class CodeScales:
             half = select(byte == Uint32(0), Uint32(0x40), byte << 7)
             half = select(byte == Uint32(0xFF), Uint32(0x7FC0), half)
             return [half | half << 16]
-        pairs = [((word >> shift & Uint32(0xFF)) * Uint32(0x00100010)) for shift in (0, 8)]
-        return [times_constant(times_constant(pair, TWO_92), TWO_92) for pair in pairs]
+        return block_factors(word, 2)
 
     def block_scales(self, row: int, chunk: int) -> list[Float32]:
         """The scales of the two nvfp4 blocks of this lane's vector in a chunk, times 2**6."""

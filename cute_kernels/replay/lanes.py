@@ -22,8 +22,8 @@ class Channels:
     """The channels of V that a lane has: two for each product of 16 rows of its warp, in runs of 4 or 2 neighbours.
 
     A run of 8 lanes is followed by the next run of the same lanes: runs of 4 lie 32 rows apart, as do the scales of
-    blocks that lie together, and are wide enough for the other loads. Where tcgen05 reads the state, runs are of 2, and
-    those of all warps lie between two of a lane (`tensor.Operands.tile_row`).
+    blocks that lie together, and are wide enough for the other loads. Where tcgen05 reads the state, which puts a row
+    where it is told to, all of a lane's are one run (`tensor.Operands.tile_row`).
 
     Args:
         first: local row of the first.
@@ -41,9 +41,8 @@ class Channels:
     def of(cls, tile: Tile, place: Place, *, tensor: bool) -> Channels:
         """`tensor`: tcgen05 reads the state."""
         products, lane8 = -(-tile.rows // (ROW_BLOCK * tile.warps)), place.lane // 4
-        run = 4 if products % 2 == 0 and not tensor else 2
-        step = ROW_BLOCK * tile.warps if tensor else 8 * run
-        first = place.warp * (ROW_BLOCK if tensor else ROW_BLOCK * products) + lane8 * run
+        run = 2 * products if tensor else 4 if products % 2 == 0 else 2
+        step, first = 8 * run, place.warp * (ROW_BLOCK * products) + lane8 * run
         runs = range(2 * products // run)
         if products * ROW_BLOCK * tile.warps == tile.rows:
             return cls(first, run, step, [True for _ in runs])

@@ -1,13 +1,15 @@
 """Readout on tensor memory: the state and the probes as operands of tcgen05, and the sums as every warp takes them.
 
-A row of the state goes to where a warp finds it in its quarter of tensor memory as `StateRows` would give it: lanes g
-and g + 8 of 16 hold rows 2 g and 2 g + 1. So what follows, from the window to the appends, is the same code. Rows of
-the state are copied in 16-byte pieces, each to its place in a swizzled operand; codes and scales are not touched.
+A row of the state goes to where a warp finds it in its quarter of tensor memory as `StateRows` would give it: in part i
+of n lanes g and g + 8 of 16 hold rows 2 n g + 2 i and the next of the warp's. So what follows, from the window to the
+appends, is the same code, and the rows of a thread are neighbours. Rows of the state are copied in 16-byte pieces, each
+to its place in a swizzled operand; codes and scales are not touched.
 
 | state | what threads do to it |
 |---|---|
 | bfloat16, float16, nvfp4 | nothing |
 | float32 | nothing; where two terms are asked for, each splits what it has copied |
+| nvfp4, decoded | each makes bfloat16 of the codes of a row, and stores them to its lane of tensor memory |
 """
 
 from __future__ import annotations
@@ -20,19 +22,22 @@ from cutlass import Float32, Int32, Int64, Uint32
 from cute_kernels.configs import TENSOR_WARPS, WARP
 from cute_kernels.operands import SCALE_BYTES, OperandShape
 from cute_kernels.primitives import tcgen05
-from cute_kernels.primitives.arithmetic import reciprocal, select
+from cute_kernels.primitives.arithmetic import paired, reciprocal, select
 from cute_kernels.primitives.control import when
 from cute_kernels.primitives.convert import pack, pack_e2m1, pack_e4m3, unpack, unpack_e2m1, unpack_e4m3
 from cute_kernels.primitives.memory import (
     load_shared,
     load_shared_floats,
+    load_words,
     store_shared,
     store_shared_byte,
     store_shared_half_if,
     store_shared_if,
 )
 from cute_kernels.primitives.mma import bf16_terms
+from cute_kernels.replay.codes import block_factors, code_pairs, ordered, ordered_pairs, ordered_place
 from cute_kernels.replay.quant import ATOM_BLOCKS, BLOCK, INFINITY, NAN, CopyPlaces, CopyShape, largest_of, scale_at
+from cute_kernels.replay.window import load_row_words
 
 THREADS = TENSOR_WARPS * WARP
 CHUNK = 16  # bytes of a piece of a row
@@ -77,8 +82,9 @@ class Operands:
         of_warp = 16 * shape.warp_parts
         warp, within = row % shape.product_rows // of_warp, row % 16
         part = row // shape.product_rows * shape.warp_parts + row % of_warp // 16
-        local = warp % shape.warps * 16 + part * (16 * shape.warps) + within % 8 * 2 + within // 8
-        inside = Int32(local < shape.rows) if shape.padded else None
+        parts = shape.rows // (16 * shape.warps)
+        local = warp % shape.warps * (16 * parts) + within % 8 * (2 * parts) + part * 2 + within // 8
+        inside = Int32(part < parts) if shape.padded else None
         return warp // shape.warps * shape.rows + local, inside
 
     def _pieces(self) -> tuple[Any, Any, list[tuple[int, int, Any]]]:
@@ -119,10 +125,33 @@ class Operands:
                 skip = (product * self.shape.scale_blocks + block) * SCALE_BYTES
                 tcgen05.copy_word(to + skip, at, 1 if inside is None else inside)
 
-    def arrive(self) -> None:
-        """Wait for what this thread has copied, split it into terms where more than one is asked for, and have the
-        tensor cores see it, and the probes, behind the barrier that follows."""
-        tcgen05.wait_for_copies()
+    def load_codes(self, source: Any, shape: CopyShape, places: CopyPlaces, first_row: Any) -> list[DecodedRow]:
+        """Start to load this thread's row of each product, the first head's tile at a global address."""
+        own, found = self.shape.warp_parts * 16, []
+        for product in range(self.shape.products):
+            row, _ = self.tile_row(product * self.shape.product_rows + self.warp * own + self.lane % own)
+            codes = load_row_words(True, source + Int64(row * self.shape.read_bytes), self.shape.read_bytes // 4)
+            blocks = range(0, shape.blocks, ATOM_BLOCKS)
+            where = [places.scale + Int64(scale_at(shape, first_row + row, Int32(block))) for block in blocks]
+            found.append(DecodedRow(codes, [load_words(at, 1)[0] for at in where]))
+        return found
+
+    def _decode(self, rows: list[DecodedRow]) -> None:
+        """Store what `load_codes` loaded to tensor memory, as bfloat16."""
+        (to,) = load_shared(self.slot, 1)
+        to = to + self.shape.scales_at + Uint32(self.warp << 21)  # 32 lanes a warp
+        for product, row in enumerate(rows):
+            for i, words in enumerate(row.decoded()):
+                tcgen05.store_rows(to + product * self.shape.state_columns + i * len(words), words)
+        tcgen05.wait_for_stores()
+
+    def arrive(self, rows: list[DecodedRow]) -> None:
+        """Wait for what this thread has copied, split it into terms where more than one is asked for, or decode what it
+        has loaded, and have the tensor cores see it, and the probes, behind the barrier that follows."""
+        if self.shape.decoded:
+            self._decode(rows)
+        else:
+            tcgen05.wait_for_copies()
         if self.shape.state_terms > 1:
             to, _, pieces = self._pieces()
             for ahead, _, _ in pieces:
@@ -159,7 +188,8 @@ class Operands:
             return
         for i, word in enumerate(bf16_terms(pair[0], pair[1], shape.probe_terms)):
             for e, row in rows:
-                where = self._probe_at(Int32(i * shape.blocks * 8 + row), channel * 2)
+                place = ordered_place(channel, shape.read_bits)
+                where = self._probe_at(Int32(i * shape.blocks * 8 + row), place * 2)
                 store_shared_half_if(inside, where, word >> (16 * e))
 
     def stage_probes(self, loaded: list[list[list[Any]]], dtype: str) -> None:
@@ -170,38 +200,39 @@ class Operands:
         shape = self.shape
         if shape.drawn and not shape.scaled:
             return
-        blocks = [words for probe in loaded for words in probe]
-        vector = min(max(128 // shape.bits, 8), shape.d_state // 4)
+        blocks, vector = [words for probe in loaded for words in probe], shape.vector
         chunks = shape.d_state // (4 * vector)
+        pieces = 1 if shape.scaled else vector * shape.row_bytes // (shape.d_state * CHUNK)
 
         def encode(unit: int) -> None:
             block, part = unit % shape.blocks, unit // shape.blocks
             values = self._drawn(block, vector, chunks) if shape.drawn else unpack(blocks[block], dtype)
             self._store_codes(block, part, vector, values)
 
-        def write(chunk: int) -> None:
+        def write(unit: int) -> None:
+            chunk, piece = divmod(unit, pieces)
+            byte = ((chunk * 4 + self.lane % 4) * pieces + piece) * CHUNK
             for block, words in enumerate(blocks):
-                size = len(words) // chunks
-                self._store_chunk(block, chunk, words[chunk * size : (chunk + 1) * size], dtype)
+                size = len(words) // (chunks * pieces)
+                self._store_piece(block, byte, words[unit * size : (unit + 1) * size], dtype)
 
-        units = shape.blocks * shape.d_state // (4 * BLOCK["nvfp4"]) if shape.scaled else chunks
-        for i in range(units):
-            when(self.warp == i % TENSOR_WARPS, lambda i=i: (encode if shape.scaled else write)(i))
+        units = shape.blocks * shape.d_state // (4 * BLOCK["nvfp4"]) if shape.scaled else chunks * pieces
+        for i in range(units):  # the last warps begin: the first allocates and starts products
+            warp = TENSOR_WARPS - 1 - i % TENSOR_WARPS
+            when(self.warp == warp, lambda i=i: (encode if shape.scaled else write)(i))
 
-    def _store_chunk(self, block: int, chunk: int, words: list[Any], dtype: str) -> None:
-        """A vector of each term of this lane's probe of a block."""
+    def _store_piece(self, block: int, byte: Any, words: list[Any], dtype: str) -> None:
+        """16 bytes of each term of this lane's probe of a block, in the order of the state's elements."""
         shape = self.shape
         if shape.kind == "f16" and dtype == shape.dtype:
-            terms = [words]
+            terms = [ordered_pairs(words, shape.read_bits)]
         elif shape.kind == "tf32" and dtype != "float32":  # 16 bits are a TF32 as they are
             terms = [pack(unpack(words, dtype), "float32")]
         else:
-            terms = self._term_words(unpack(words, dtype))
+            terms = self._term_words(ordered(unpack(words, dtype), shape.read_bits))
         for i, of_term in enumerate(terms):
             row = i * shape.blocks * 8 + block * 8 + self.lane // 4
-            for first in range(0, len(of_term), 4):
-                place = ((chunk * 4 + self.lane % 4) * (len(of_term) // 4) + first // 4) * CHUNK
-                store_shared(self._probe_at(row, place), of_term[first : first + 4])
+            store_shared(self._probe_at(row, byte), of_term)
 
     def _term_words(self, values: list[Any]) -> list[list[Any]]:
         """The words of each term of some floats."""
@@ -242,8 +273,8 @@ class Operands:
             store_shared_byte(self.base + shape.probe_scales_at + to, scale)
             if term + 1 < shape.probe_terms:
                 decoded = [x for word in codes for x in unpack_e2m1(word)]
-                step = step * (unit * Float32(1.0 / ratio))
-                rest = [x - y * step for x, y in zip(rest, decoded, strict=True)]
+                step = step * (unit * Float32(-1.0 / ratio))
+                rest = paired("fma.rn.f32x2", decoded, [step] * size, rest)
 
     # Products.
 
@@ -265,53 +296,82 @@ class Operands:
             into = to + product * shape.probes
             for term in range(shape.state_terms):
                 left = term * shape.state_bytes + product * shape.product_rows * shape.row_bytes
-                self._multiply(into, tcgen05.step_further(state, left), right, of_product, adds=term > 0)
+                of_term = tcgen05.step_further(state, left)
+                if shape.decoded:
+                    of_term = to + shape.scales_at + product * shape.state_columns
+                self._multiply(into, of_term, right, of_product, adds=term > 0)
         tcgen05.commit(barrier)
 
     def _multiply(self, to: Any, state: Any, probes: Any, scales: tuple[Any, ...], *, adds: bool) -> None:
-        """One product along all of K."""
+        """One product along all of K; the state as `tcgen05.multiply` takes it."""
         shape = self.shape
         descriptor = tcgen05.instruction(shape.dtype, shape.product_rows, shape.probes)
         for step, first in enumerate(range(0, shape.row_bytes, tcgen05.STEP_BYTES)):
             slab, within = divmod(first, shape.span)
+            ahead = slab * shape.product_rows * shape.span + within
             tcgen05.multiply(
                 shape.kind,
                 to,
-                tcgen05.step_further(state, slab * shape.product_rows * shape.span + within),
+                state + first // 4 if shape.decoded else tcgen05.step_further(state, ahead),
                 tcgen05.step_further(probes, slab * shape.probes * shape.span + within),
                 descriptor,
                 adds=adds or step > 0,
                 scales=[columns + 4 * step for columns in scales],
             )
 
-    def sums(self, parts: int, tile_scales: list[Any]) -> list[list[list[Float32]]]:
-        """The products as `draft.StateRows` returns them, for each 16 rows of this warp, once they are over.
+    def sums(self, parts: int, factors: list[list[Any]], tile_scale: Any | None) -> list[list[list[Float32]]]:
+        """The products as `draft.StateRows` returns them, for each 16 rows of this warp, once they are over, times
+        `factors` of each block's two columns.
 
         Args:
-            tile_scales: of a state whose codes have any, for each 16 rows.
+            tile_scale: of this thread's rows of a state whose codes have any.
         """
         tcgen05.after_sync()
         shape, (to,) = self.shape, load_shared(self.slot, 1)
+        if tile_scale is not None:
+            factors = [[x * tile_scale for x in of_block] for of_block in factors]
+        if shape.scaled:
+            at = self.base + shape.factors_at + self.lane % 4 * 8
+            own = [load_shared_floats(at, 2, 8, offset=b * 32) for b in range(shape.blocks)]
+            factors = [[x * y for x, y in zip(*pair, strict=True)] for pair in zip(factors, own, strict=True)]
         found = []
         for part in range(parts):
             lane = self.warp * 32 + part % shape.warp_parts * 16
             first = to + Uint32(lane << 16) + part // shape.warp_parts * shape.probes
             columns = tcgen05.load_sums(first, list(range(0, shape.probes, 8)))
-            found.append([self._total(columns, b, tile_scales[part : part + 1]) for b in range(shape.blocks)])
+            found.append([self._total(columns, b, factors[b]) for b in range(shape.blocks)])
         tcgen05.before_sync()
         return found
 
-    def _total(self, columns: list[list[Any]], block: int, tile_scale: list[Any]) -> list[Float32]:
-        """The sums of a block of probes over their terms."""
+    def _total(self, columns: list[list[Any]], block: int, factors: list[Any]) -> list[Float32]:
+        """The sums of a block of probes over their terms, times factors of its two columns."""
         shape, (*terms, total) = self.shape, columns[block :: self.shape.blocks]
         share = Float32(1.0 / NEXT_TERM if shape.scaled else 1.0)
         for term in reversed(terms):
             total = [x + y * share for x, y in zip(term, total, strict=True)]
-        if shape.scaled:
-            where = self.base + shape.factors_at + (block * 8 + self.lane % 4 * 2) * 4
-            factors = load_shared_floats(where, 2, 8)
-            total = [x * (factors[i % 2] * tile_scale[0]) for i, x in enumerate(total)]
-        return total
+        return [x * factors[i % 2] for i, x in enumerate(total)]
+
+
+@dataclass(frozen=True)
+class DecodedRow:
+    """A row of a copy that a thread decodes.
+
+    Args:
+        codes: words of 8 codes.
+        scales: words of four block scales.
+    """
+
+    codes: list[Uint32]
+    scales: list[Uint32]
+
+    def decoded(self) -> list[list[Uint32]]:
+        """Pairs of bfloat16 in the order of `codes.ordered`, for each word of scales; times 2**-62."""
+        found, of_block = [], BLOCK["nvfp4"] // 8
+        for i, word in enumerate(self.scales):
+            codes = self.codes[i * ATOM_BLOCKS * of_block : (i + 1) * ATOM_BLOCKS * of_block]
+            factors = block_factors(word, ATOM_BLOCKS)
+            found.append([x for j, code in enumerate(codes) for x in code_pairs("nvfp4", code, factors[j // of_block])])
+        return found
 
 
 def encode_block(values: list[Any], factor: Any) -> tuple[list[Any], Any, Float32]:
@@ -320,4 +380,4 @@ def encode_block(values: list[Any], factor: Any) -> tuple[list[Any], Any, Float3
     (scale,) = pack_e4m3([share, *[Float32(0.0)] * 3])
     step = unpack(unpack_e4m3(scale), "float16")[0]
     inverse = select(step == Float32(0.0), Float32(0.0), reciprocal(step)) * factor
-    return pack_e2m1([x * inverse for x in values]), scale, step
+    return pack_e2m1(paired("mul.rn.f32x2", values, [inverse] * len(values))), scale, step

@@ -26,7 +26,7 @@ from cutlass.base_dsl import compiler
 from cute_kernels import commit, empty, encode, materialize, probes, step
 from cute_kernels.arch import ARCHES
 from cute_kernels.compile import compile_only
-from cute_kernels.configs import GdnOptions, KdaOptions, Mamba2Options, Options, RowOptions
+from cute_kernels.configs import GdnOptions, KdaOptions, Mamba2Options, Options, RowOptions, StepConfig
 from replayssm import plan_step, tuned
 from replayssm.keys import dtype_name
 from replayssm.model_launch import plan_fold
@@ -77,7 +77,8 @@ def _kernels() -> dict[str, Kernel]:
     """Steps of released models with each dtype of checkpoint and each head_dim and d_state that they have, a step with
     everything that is optional, two that round stochastically, one of d_state 64 and one of full precision; of each
     delta rule the layer with the most heads with both dtypes of checkpoint in use, and an odd one; of each recurrence a
-    layer that verifies 4, 8 and 16 tokens and one that reads copies, a flush and a materialize; both commits, and the
+    layer that verifies 4, 8 and 16 tokens and one that reads copies, of Mamba-2 one that decodes them into tensor
+    memory, a flush and a materialize; both commits, and the
     cursors behind a flush; read copies in each format, and the largest tile; the probes."""
     by_id = {case.id: case for case in (*RELEASED, *ODD)}
     steps = [
@@ -118,6 +119,10 @@ def _kernels() -> dict[str, Kernel]:
             (by_id[name], "float8_e4m3fn"),
         ):
             kernels[f"verify-{case.id}-{read}"] = _step(case, some, read)
+    case = replace(by_id["mamba2-HV128-G8-V64-K128-L16-T1-bf16-fp32"], T=8)
+    decoded = StepConfig(warps=2, fold_values=32, precision="tf32", readout="tcgen05_f16")
+    decodes = _step(case, LAYER, "nvfp4", config=decoded)
+    kernels[f"verify-{case.id}-nvfp4-f16"] = replace(decodes, arches=("sm_100a", "sm_103a"))
     for name, key in {
         "commit-L16-T1": commit.CommitKey(16, 1),
         "commit-L16-T4-all": commit.CommitKey(16, 4, "int64", True, True),

@@ -156,6 +156,9 @@ RUNS: dict[str, Any] = {
     "tcgen05 gdn step, a copy in nvfp4, 4 terms": Run(
         DELTA, (3,), read="nvfp4", tensor=replace(TENSOR, precision="fp32")
     ),
+    "tcgen05 verify 2 tokens, a copy in nvfp4, decoded": Run(
+        SEVERAL, (3,), read="nvfp4", tensor=replace(TENSOR, readout="tcgen05_f16")
+    ),
     "copies in nvfp4": Copies("nvfp4"),
     "copies in mxfp8": Copies("mxfp8"),
     "copies in int8": Copies(torch.int8),
@@ -164,6 +167,7 @@ RUNS: dict[str, Any] = {
 }  # fmt: skip
 READS, FOLDS = Run(SINGLE, (3,)), Run(SINGLE, (5,))
 TENSOR_READS = Run(SEVERAL, (3,), tensor=TENSOR)
+DECODES = RUNS["tcgen05 verify 2 tokens, a copy in nvfp4, decoded"]
 
 
 def worse(before: dict[str, Any] | None, now: Verdict, *, same_tools: bool) -> list[str]:
@@ -243,6 +247,7 @@ FAULTS: dict[str, tuple[Run, Callable[[str], str], str, str]] = {
     "tcgen05: no barrier in front of the products": (TENSOR_READS, without(BARRIER, 2), RACE, ORDER),
     "tcgen05: no wait for the products": (TENSOR_READS, without(WAIT), LIFE, COMPLETE),
     "tcgen05: no wait for the copies": (TENSOR_READS, without(r"cp\.async\.wait_all;"), RACE, ORDER),
+    "tcgen05: no wait for the stores": (DECODES, without(r"tcgen05\.wait::st[^;]*;"), LIFE, COMPLETE),
     "tcgen05: no commit": (TENSOR_READS, without(r"tcgen05\.commit[^;]*;"), "not_wellsynced", "cannot advance"),
     "tcgen05: tensor memory freed at once": (TENSOR_READS, without(BARRIER, 3), LIFE, COMPLETE),
     "gdn, 2 tokens: no barrier behind the scores": (Run(DELTA_SEVERAL, (3,)), without(BARRIER, 2), RACE, ORDER),

@@ -22,7 +22,7 @@ import torch
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
 from cute_kernels.arch import ARCHES
-from cute_kernels.configs import Precision, StepConfig
+from cute_kernels.configs import Precision, Readout, StepConfig
 from cute_kernels.operands import KINDS, NVFP4_ERROR, STATE_ERROR
 from replayssm.reference import storage
 from replayssm.spec import RECURRENCES, ReadDtype, Recurrence
@@ -49,21 +49,25 @@ class Run:
     split: int = 1
     precision: Precision = "tf32"
     ragged: bool = False
+    readout: Readout = "tcgen05"
 
     @property
     def id(self) -> str:
         """E.g. sm_103a-gdn-HV1-HK1-V64-K64-L6-T4-bf16-fp32-nvfp4-warps4-split1-tf32."""
         read = "" if self.read is None else f"-{str(self.read).removeprefix('torch.')}"
+        read += "-f16" * (self.readout == "tcgen05_f16")
         end = f"-warps{self.warps}-split{self.split}-{self.precision}{'-ragged' * self.ragged}"
         return f"{self.arch}-{self.case.id}{read}{end}"
 
     @property
     def config(self) -> StepConfig:
-        return StepConfig(self.split, self.warps, precision=self.precision, readout="tcgen05")
+        return StepConfig(self.split, self.warps, precision=self.precision, readout=self.readout)
 
     @property
     def kind(self) -> str:
-        """Of the products, by the state's dtype."""
+        """Of the products, by the state's dtype, unless codes are decoded."""
+        if self.readout == "tcgen05_f16":
+            return "f16"
         return KINDS[str(self.read or self.case.checkpoint).removeprefix("torch.")]
 
     @property
@@ -78,17 +82,22 @@ def case(kind: Recurrence, V: int, K: int, T: int, *dtypes: torch.dtype, heads: 
     return Case(kind, heads, 1, V, K, max(5, T + 2), T, *dtypes)
 
 
-# How a state is read: dtypes of activation and checkpoint, a copy, the precision that its outputs ask for.
-WAYS = ((BF16, BF16, None, "tf32"), (BF16, F32, None, "tf32"), (BF16, F32, "nvfp4", "tf32"))
+# How a state is read: dtypes of activation and checkpoint, a copy, the precision that its outputs ask for, the readout.
+WAYS = (
+    (BF16, BF16, None, "tf32", "tcgen05"),
+    (BF16, F32, None, "tf32", "tcgen05"),
+    (BF16, F32, "nvfp4", "tf32", "tcgen05"),
+    (BF16, F32, "nvfp4", "tf32", "tcgen05_f16"),
+)
 TOKENS = (1, 4, 8, 16)
 
 
 def of_product(kind: Recurrence, way: int, tokens: int, arch: str) -> Run:
     """A small shape: heads that share their probes, where they may, in twos and fours."""
-    *dtypes, read, precision = WAYS[way]
-    warps = 4 if kind == "kda" else (2, 4, 1)[way]
+    *dtypes, read, precision, readout = WAYS[way]
+    warps = 4 if kind == "kda" else (2, 4, 1, 1)[way]
     small = case(kind, 64, 64, tokens, *dtypes, heads=4 // warps)
-    return Run(arch, small, read, warps, precision=precision, ragged=tokens == 1 and read is None)
+    return Run(arch, small, read, warps, precision=precision, ragged=tokens == 1 and read is None, readout=readout)
 
 
 EVERY = tuple(
@@ -115,6 +124,10 @@ RUNS = (
     Run("sm_103a", case("mamba2", 64, 64, 3, F32, F32), BF16, precision="fp32"),
     Run("sm_100a", case("mamba2", 64, 256, 3, F16, BF16)),
     Run("sm_103a", case("gdn", 64, 128, 2, F16, F32), "nvfp4", ragged=True),
+    # Codes that are decoded: heads in twos, other dtypes of probes, all of K that there is.
+    Run("sm_103a", case("mamba2", 64, 128, 8, BF16, F32, heads=2), "nvfp4", warps=2, readout="tcgen05_f16"),
+    Run("sm_100a", case("gdn", 64, 256, 2, F16, F32), "nvfp4", ragged=True, readout="tcgen05_f16"),
+    Run("sm_103a", case("kda", 128, 128, 2, F32, F32), "nvfp4", precision="fp32", readout="tcgen05_f16"),
 )  # fmt: skip
 
 
@@ -142,7 +155,9 @@ def test_the_grid_covers_what_it_says() -> None:
         assert all(tokens >= set(TOKENS) for tokens in groups.values()), groups
     assert {(run.case.recurrence, run.kind) for run in RUNS} == set(product(RECURRENCES, KINDS.values()))
     assert {run.warps for run in RUNS} == {1, 2, 4}
-    assert len(EVERY) == 3 * 3 * 4 * 2
+    decoded = {(run.case.recurrence, run.case.T) for run in RUNS if run.readout == "tcgen05_f16"}
+    assert {kind for kind, _ in decoded} == set(RECURRENCES) and {tokens for _, tokens in decoded} >= set(TOKENS)
+    assert len(EVERY) == 3 * 4 * 4 * 2
 
 
 def test_mistakes_of_the_caller_free_tensor_memory_too() -> None:
@@ -154,10 +169,12 @@ def test_mistakes_of_the_caller_free_tensor_memory_too() -> None:
         work.step(config=run.config)
 
 
-def read_error(checkpoint: torch.dtype, read: ReadDtype | None, precision: Precision) -> tuple[float, float]:
+def read_error(
+    checkpoint: torch.dtype, read: ReadDtype | None, precision: Precision, readout: Readout = "tcgen05"
+) -> tuple[float, float]:
     """Of outputs that are the state times the query: the largest error, relative to the sum of magnitudes, of the
     state's values with the query's, and with the largest of each 16 of the query's."""
-    run = Run("sm_103a", case("mamba2", 64, 64, 3, F32, checkpoint), read, precision=precision)
+    run = Run("sm_103a", case("mamba2", 64, 64, 3, F32, checkpoint), read, precision=precision, readout=readout)
     work = Interpreted.of(replace(run.scene, counts=(0, 0), forced=None, given=BARE), Bench(run.arch, "early"))
     work.inputs.x.zero_()
     work.inputs.dt.zero_()
@@ -175,11 +192,12 @@ PROBE_ERROR = {
 SUM_ERROR = 2.0**-21  # 64 sums of float32, which the machine rounds one by one
 
 
-@pytest.mark.parametrize("checkpoint", [BF16, F32], ids=str)
-def test_a_readout_errs_as_stated(checkpoint: torch.dtype) -> None:
-    for precision, probe in PROBE_ERROR[checkpoint].items():
-        stated = probe + (STATE_ERROR[precision] if checkpoint == F32 else 0)
-        error, _ = read_error(checkpoint, None, precision)
+@pytest.mark.parametrize(("checkpoint", "read"), [(BF16, None), (F32, None), (F32, "nvfp4")], ids=str)
+def test_a_readout_errs_as_stated(checkpoint: torch.dtype, read: ReadDtype | None) -> None:
+    """Codes are decoded here, without an error, and meet the terms that a bfloat16 state does."""
+    for precision, probe in PROBE_ERROR[BF16 if read else checkpoint].items():
+        stated = probe + (0 if read or checkpoint == BF16 else STATE_ERROR[precision])
+        error, _ = read_error(checkpoint, read, precision, "tcgen05_f16" if read else "tcgen05")
         assert error < stated + SUM_ERROR
         assert stated < 2.0**-18 or error > stated / 16  # teeth: no other precision was asked for
 
@@ -217,13 +235,17 @@ SMALL = {
     "tf32": Run("sm_103a", case("mamba2", 64, 64, 2, BF16, F32)),
     "f16": Run("sm_100a", case("gdn", 64, 64, 2, BF16, BF16)),
     "mxf4nvf4": Run("sm_103a", case("mamba2", 64, 64, 2, BF16, F32), "nvfp4"),
+    "decoded": Run("sm_100a", case("mamba2", 64, 64, 2, BF16, F32), "nvfp4", readout="tcgen05_f16"),
 }
 # What may go without a report, in the order of the PTX. Either of the first two barriers orders as much as the other,
 # or that of the loads behind them. The fences are what PTX asks for around a barrier that orders tensor memory; the
-# machine knows of no access that only they order: allocation and release are orders of their own, and an mbarrier
-# orders what tcgen05.commit was behind.
+# machine knows of no access that only they order but stores to it, where codes are decoded: allocation and release are
+# orders of their own, and an mbarrier orders what tcgen05.commit was behind.
 BEFORE, AFTER = "tcgen05.fence::before_thread_sync;", "tcgen05.fence::after_thread_sync;"
-NEEDLESS = ["bar.sync", "bar.sync", BEFORE, AFTER, AFTER, BEFORE, AFTER]
+NEEDLESS = {
+    kind: ["bar.sync", "bar.sync", *([] if kind == "decoded" else [BEFORE, AFTER]), AFTER, BEFORE, AFTER]
+    for kind in SMALL
+}
 # By kind of product: a number, a place or a scale that is wrong.
 OTHER_K, OTHER_SWIZZLE = (
     swap(r"(add\.s64 \s*%rd\d+, %rd\d+), 2;", r"\1, 4;"),
@@ -252,6 +274,15 @@ FAULTS: dict[str, dict[str, Callable[[str], str]]] = {
         "a term without its factor": swap("0f3E800000", "0f3F800000"),
         "codes of half a row": swap(r"(cp\.async\.cg\S+ \[%r\d+\+0\], \[%rd\d+)\+0\]", r"\1+16]"),
         "exponents for scales": swap("mov.b32 i, 134612096", "mov.b32 i, 143000704"),
+    },
+    "decoded": {
+        "a step of the state twice": swap(r"(add\.s32 \s*%r\d+, %r\d+), 24;", r"\1, 16;"),
+        "the state in other columns": swap(r"(st\.sync\S+ \[%r\d+)\]", r"\1+8]"),
+        "a row in the lane of another": swap(r"(shl\.b32 \s*%r\d+, %r\d+), 21;", r"\1, 22;"),
+        "nibbles in another order": swap(r"(and\.b32 \s*%r\d+, %r\d+), 983055;", r"\1, 15728880;"),
+        "codes of half a row twice": swap(r"(\n\tld\.global\.v4\.b32 \{[^}]*\}, \[%rd\d+)\+16\]", r"\1+0]"),
+        "the scale of another block": swap(r"(mul\.lo\.s32 \s*%r\d+, %r\d+), 1048592;", r"\1, 524296;"),
+        "sums without their power": swap("0f5E800000", "0f5F000000"),
     },
 }  # fmt: skip
 
@@ -287,7 +318,7 @@ def test_what_orders_is_needed(kind: str) -> None:
     found = [match.group().split()[0] for match in ORDERING.finditer(bench.launches[0].ptx)]
     assert noticed(run, str) == ""
     missed = [statement for i, statement in enumerate(found) if not noticed(run, without(i))]
-    assert missed == NEEDLESS
+    assert missed == NEEDLESS[kind]
 
 
 @pytest.mark.parametrize(("kind", "fault"), [(kind, fault) for kind in FAULTS for fault in FAULTS[kind]])

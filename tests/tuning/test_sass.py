@@ -18,7 +18,7 @@ from replayssm.spec import ReplaySpec
 from tuning.matrix import StepCase
 from tuning.predict import Kernel
 from tuning.prediction import planned_key
-from tuning.sass import EXIT, Program, why_no_sass
+from tuning.sass import EXIT, Instruction, Program, why_no_sass
 from tuning.shapes import lookup
 
 needs_sass = pytest.mark.skipif(why_no_sass() is not None, reason=str(why_no_sass()))
@@ -137,6 +137,27 @@ def test_code_out_of_the_way_is_no_loop() -> None:
     assert opcodes(code, folds=False) == Counter(UBLKCP=1, BRA=2, EXIT=1, NANOSLEEP=1)
 
 
+def test_code_out_of_the_way_of_a_loop_is_no_other() -> None:
+    code = program(
+        """
+        MOV R4, RZ
+        .L_x_1:
+        FFMA R0, R1, R2, R0
+        BRA.DIV UR4, `(.L_x_7)
+        .L_x_2:
+        IADD3 R4, R4, 0x1, RZ
+        ISETP.NE.U32.AND P0, PT, R4, 0x4, PT
+        @P0 BRA `(.L_x_1)
+        EXIT
+        .L_x_7:
+        WARPSYNC.COLLECTIVE R1, `(.L_x_2)
+        BRA `(.L_x_2)
+        """
+    )
+    (loop,) = code.loops
+    assert (loop.trips, opcodes(code, folds=False)["IADD3"]) == (4, 4)
+
+
 def test_what_cannot_be_followed_is_refused() -> None:
     with pytest.raises(NotImplementedError, match="BRX"):
         program("BRX R4 -0x10\nEXIT")
@@ -166,26 +187,31 @@ KERNELS = [
 ]
 
 
+def issued(kernel: Kernel, *, folds: bool, records: int) -> Counter[Instruction]:
+    """By all warps of a CTA."""
+    return sum((path.issued for path in kernel.paths(folds=folds, records=records)), Counter())
+
+
 @needs_sass
 @pytest.mark.parametrize("which", KERNELS, ids=lambda which: "-".join(map(str, which)))
 def test_a_fold_writes_its_tile_once(which: tuple[str, torch.dtype, int, str | None, str]) -> None:
     kernel = compiled(*which)
     tile = Tile.of(kernel.key)
-    once, twice = (kernel.path(folds=True, records=n).issued for n in (tile.fold_unroll, 2 * tile.fold_unroll))
-    # What is stored once is no part of the loop over the tile, but the appended key.
-    written = sum(n for one, n in once.items() if one.opcode == "STG" and one.bits == 128 and n > 1) * 16
-    assert written * WARP * tile.warps == tile.rows * tile.d_state * tile.state_size
+    once, twice = (issued(kernel, folds=True, records=n) for n in (tile.fold_unroll, 2 * tile.fold_unroll))
+    # What is stored once a warp is no part of the loop over the tile, but the appended key.
+    written = sum(n for one, n in once.items() if one.opcode == "STG" and one.bits == 128 and n > tile.warps) * 16
+    assert written * WARP == tile.rows * tile.d_state * tile.state_size
     # Records take products only: of each one more trip of the blocks of the tile, state values times records.
     more = Counter({one: n - once[one] for one, n in twice.items()})
     products = sum(n for one, n in more.items() if one.opcode.startswith("FFMA"))
     packed = 2 if any(one.opcode == "FFMA2" and n for one, n in more.items()) else 1
-    assert products * packed * WARP * tile.warps == tile.rows * tile.d_state * tile.fold_unroll
+    assert products * packed * WARP == tile.rows * tile.d_state * tile.fold_unroll
 
 
 @needs_sass
 @pytest.mark.parametrize("which", KERNELS, ids=lambda which: "-".join(map(str, which)))
 def test_a_row_that_reads_folds_nothing(which: tuple[str, torch.dtype, int, str | None, str]) -> None:
     kernel = compiled(*which)
-    issued = kernel.path(folds=False, records=8).issued
-    assert issued == kernel.path(folds=False, records=16).issued
-    assert issued.total() < kernel.path(folds=True, records=8).issued.total()
+    reads = issued(kernel, folds=False, records=8)
+    assert reads == issued(kernel, folds=False, records=16)
+    assert reads.total() < issued(kernel, folds=True, records=8).total()
