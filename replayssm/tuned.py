@@ -104,6 +104,8 @@ class Choice:
         parameters: of `StepConfig`, all of `TUNED_FIELDS`.
         median_us, p10_us, p90_us: of the time that they were chosen by; the percentiles None where it was predicted.
         runner_up, runner_up_us: the next best; None where there was one candidate.
+        heuristic_us, worst_us: medians of the heuristic's choice and of the slowest that was right, in the same race,
+            of one that dropped out until then; None where they were not kept.
     """
 
     parameters: Parameters
@@ -112,6 +114,8 @@ class Choice:
     p90_us: float | None = None
     runner_up: Parameters | None = None
     runner_up_us: float | None = None
+    heuristic_us: float | None = None
+    worst_us: float | None = None
 
 
 @dataclass(frozen=True)

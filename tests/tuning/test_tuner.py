@@ -55,8 +55,20 @@ def test_the_fastest_right_candidate_is_chosen(shape: ModelShape, tokens: int) -
     assert WHOLE not in steps.sampled
     assert {WHOLE, BEST} <= set(steps.launched)  # it was made and refused
     for job, choice in choices.items():
-        assert choice.median_us == pytest.approx(sum(s * (100 if c.what == "flush" else 50) for c, s in job.cases))
+        mean = sum(share * (100 if case.what == "flush" else 50) for case, share in job.cases)
+        assert choice.median_us == round(mean, 3)
         assert choice.runner_up == tabled(QUARTERS)
+
+
+def test_a_choice_keeps_the_times_of_the_heuristic_and_of_the_worst() -> None:
+    """Also of those that dropped out of the race; a wrong one has no time."""
+    (field,) = fields(32)
+    first = launch_of(field.tried[0].config)
+    steps = ScriptedSteps({BEST: 50.0004, QUARTERS: 140.0, first: 70.0})
+    (choice,) = tune(steps, [field]).values()
+    assert (choice.median_us, choice.heuristic_us, choice.worst_us) == (50.0, 70.0, 140.0)
+    (choice,) = tune(replace(steps, wrong=frozenset({first, QUARTERS})), [field]).values()
+    assert (choice.median_us, choice.heuristic_us, choice.worst_us) == (50.0, None, 100.0)
 
 
 def test_small_batches_weigh_the_steps_and_large_ones_mix_them() -> None:
