@@ -17,7 +17,7 @@ import replayssm
 from cute_kernels.arch import ARCHES
 from cute_kernels.configs import StepConfig, StepKey
 from replayssm import LayerSpec, ReplaySpec
-from replayssm.tuned import Choice, Table, read_table
+from replayssm.tuned import SHIPPED, Choice, Table, read_table
 from tests.helpers.scripted import ScriptedSteps, launch_of, printed, tabled
 from tuning import space, tuner
 from tuning.bench import Machine
@@ -69,6 +69,35 @@ def test_a_choice_keeps_the_times_of_the_heuristic_and_of_the_worst() -> None:
     assert (choice.median_us, choice.heuristic_us, choice.worst_us) == (50.0, 70.0, 140.0)
     (choice,) = tune(replace(steps, wrong=frozenset({first, QUARTERS})), [field]).values()
     assert (choice.median_us, choice.heuristic_us, choice.worst_us) == (50.0, None, 100.0)
+
+
+def behind_the_heuristic(table: Table) -> list[str]:
+    """Entries that are slower than the heuristic's choice by more than the spread of their samples, or than the worst
+    candidate at all."""
+    choices = [(shape, rows, choice) for shape, found in table.entries.items() for rows, choice in found.items()]
+    return [
+        f"{shape}, {rows} rows: {choice}"
+        for shape, rows, choice in choices
+        if choice.median_us - (choice.heuristic_us or choice.median_us) > (choice.p90_us or 0) - (choice.p10_us or 0)
+        or choice.median_us > (choice.worst_us or choice.median_us)
+    ]
+
+
+@pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.json")), ids=lambda path: path.stem)
+def test_shipped_tables_are_not_behind_the_heuristic(path: Path) -> None:
+    """Where its time was kept; a table that is, is told."""
+    table = read_table(path)
+    assert behind_the_heuristic(table) == []
+    target = next(iter(table.entries))
+    parameters = next(iter(table.entries[target].values())).parameters
+    for times, number in (
+        ((10.0, 9.9, 10.1, 9.7, 11.0), 1),
+        ((10.0, 9.9, 10.1, 9.9, 11.0), 0),
+        ((9.0, 8.9, 9.1, 9.5, 8.0), 1),
+    ):
+        median, p10, p90, heuristic, worst = times
+        made = Choice(parameters, median, p10, p90, heuristic_us=heuristic, worst_us=worst)
+        assert len(behind_the_heuristic(replace(table, entries={target: {1: made}}))) == number
 
 
 def test_small_batches_weigh_the_steps_and_large_ones_mix_them() -> None:
