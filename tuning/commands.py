@@ -23,7 +23,8 @@ from tuning.devices import DEVICES, Device
 from tuning.doctor import diagnosis
 from tuning.goals import DEFAULT_MODEL
 from tuning.matrix import STEPS, StepCase
-from tuning.options import DTYPE, DTYPES, READ, READS, WINDOW, ListOf, checked, console, own_arch, shapes_of
+from tuning.options import DTYPE, DTYPES, PLOT, READ, READS, WINDOW, ListOf, checked, console, own_arch, shapes_of
+from tuning.plot import draw
 from tuning.predict import predict
 from tuning.roofline import NOMINAL_H200, Rates
 from tuning.sass import why_no_sass
@@ -80,6 +81,7 @@ def _layers(given: Mapping[str, Any]) -> tuple[tuple[ModelShape, ...], tuple[Rep
 @click.option("--arch", type=click.Choice(tuple(ARCHES)), help="With --dry-run; this machine's GPU, or sm_90a.")
 @click.option("--dry-run", is_flag=True, help="Print what would be tuned; needs no GPU.")
 @click.option("--predict", "predicts", is_flag=True, help="Choose by predicted times, into --out; needs no GPU.")
+@PLOT
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def tune(dry_run: bool, predicts: bool, arch: str | None, as_json: bool, no_prune: bool, **given: Any) -> None:
     """Choose the launch parameters of layers by timing them, and keep them in a table."""
@@ -142,6 +144,8 @@ def _tune(fields: Sequence[Field], given: Mapping[str, Any], as_json: bool) -> i
     screen.print(f"{len(choices)} entries written to {out}", highlight=False)
     if left:
         screen.print(f"time limit: {left} jobs are left, and the same command goes on with them", highlight=False)
+    if given["plot"] is not None and choices:
+        checked(lambda: draw(merged(None, choices, header).to_json()["entries"], given["plot"]))
     return int(len(choices) < progress.told)
 
 

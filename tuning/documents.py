@@ -19,7 +19,7 @@ from replayssm.tuned import Shape
 from tuning.matrix import replay_of, state_name
 from tuning.prediction import prediction_table, summary_table
 from tuning.report import goals_table, layer_name, line, markdown_table, steps_of, time_of, windows_table
-from tuning.shapes import released
+from tuning.shapes import released_name
 
 Record = Mapping[str, Any]
 Entry = Mapping[str, Any]
@@ -130,7 +130,8 @@ def tuned_table(records: Sequence[Record], words: Sequence[str]) -> str:
     lines = [line(*columns), "|---" * len(columns) + "|"]
     others = [line(*columns[:4], "rows", "chosen", "us", "heuristic us", "faster by"), "|---" * 9 + "|"]
     for shape, found in entries:
-        head = (_released_name(shape), state_name(shape.replay), shape.replay.window, shape.replay.max_draft)
+        name = layer_name({"name": released_name(shape.layer), **asdict(shape.layer)})
+        head = (name, state_name(shape.replay), shape.replay.window, shape.replay.max_draft)
         lines.append(line(*head, *(_three(found.get(str(batch))) for batch in batches)))
         for batch, choice in found.items():
             if (heuristic := choice.get("heuristic_us")) and heuristic != choice["median_us"]:
@@ -152,13 +153,6 @@ def _tuned_summary(choices: Sequence[Mapping[str, Any]]) -> str:
         f"stayed for {sum(gain == 0 for gain in gains)}, elsewhere another is faster by up to {gains[-1]:.1%}. The "
         f"worst takes {statistics.median(worst):.2f} times as long in the median, at most {max(worst):.2f} times."
     )
-
-
-def _released_name(shape: Shape) -> str:
-    """Of the first model or shard that has the layer."""
-    known = next((one for one in released((1, 2, 4, 8)) if one.layer == shape.layer), None)
-    name = known.name if known else shape.layer.recurrence
-    return layer_name({"name": name, **asdict(shape.layer)})
 
 
 def _three(choice: Mapping[str, Any] | None) -> str:

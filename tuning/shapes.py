@@ -123,6 +123,11 @@ def released(tps: Sequence[int]) -> tuple[ModelShape, ...]:
     return tuple(found)
 
 
+def released_name(layer: LayerSpec) -> str:
+    """Name of the first model or shard that has the layer; its recurrence where none has."""
+    return next((one.name for one in released((1, 2, 4, 8)) if one.layer == layer), layer.recurrence)
+
+
 def shard(shape: ModelShape, tp: int) -> ModelShape:
     """The shape that one of `tp` devices holds.
 

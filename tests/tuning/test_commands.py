@@ -136,6 +136,15 @@ def test_tuning_fills_the_users_table_and_plans_follow(gpu: ScriptedSteps, confi
     assert "tuned.json: measured at batch 32, 50.00 us" in said(run("show", "--batch", "64", "--window", "4"))
 
 
+def test_tuning_draws_what_it_gained(gpu: ScriptedSteps, config: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="needs matplotlib; pip install '.[plot]' brings it")
+    run("tune", "--batch", "2,32", "--window", "4", "--plot", str(tmp_path / "a.png"))
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    told = run("tune", "--batch", "8", "--window", "4", "--plot", str(tmp_path / "b.png"), code=2)
+    assert "several windows, batches or tokens" in said(told)
+    assert len(next(iter(read_table(config).entries.values()))) == 3  # the table is written before
+
+
 def test_tuning_again_adds_to_the_table(gpu: ScriptedSteps, config: Path) -> None:
     run("tune", "--batch", "2", "--window", "4")
     facts = json.loads(run("tune", "--batch", "4", "--window", "4", "--json").stdout)
