@@ -201,12 +201,12 @@ def _batch(text: str) -> int:
 
 
 def _choice(data: Mapping[str, Any], shape: Shape, batch: int, arch: Arch) -> Choice:
-    choice = Choice(**data)
+    choice, base = Choice(**data), shape.key({}, batch, arch)
     for parameters in filter(None, (choice.parameters, choice.runner_up)):
         positive = all(type(value) is int and value >= 1 for value in parameters.values())
         if set(parameters) != set(TUNED_FIELDS) or not positive:
             raise ValueError(f"batch {batch}: expected {TUNED_FIELDS} as ints of 1 or more, got {parameters}")
-        if reason := invalid_reason(shape.key(parameters, batch, arch), arch):
+        if reason := invalid_reason(replace(base, config=replace(base.config, **parameters)), arch):
             raise ValueError(f"batch {batch}, {parameters}: {reason}")
     if not choice.median_us > 0:
         raise ValueError(f"batch {batch}: expected a median_us above 0, got {choice.median_us}")
