@@ -143,8 +143,13 @@ def predicted_choice(field: Field, device: Device, make: Make) -> Choice:
     `CLEARLY`. Kernels that spill are left out.
 
     Raises:
-        NotImplementedError: no candidate has control flow that can be followed.
+        NotImplementedError: steps read a copy, or no candidate has control flow that can be followed.
     """
+    if field.job.replay.read_dtype is not None:
+        raise NotImplementedError(
+            "--predict: expected steps without a copy, for nothing in the machine code says how often the loops of a fold "
+            "turn that makes one; leave --read out, or tune on a GPU"
+        )
     times: dict[int, float] = {}
     for number, candidate in enumerate(field.tried):
         kernel = make(launched_key(field.job, candidate), device.arch)
