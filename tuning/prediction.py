@@ -147,8 +147,8 @@ def predicted_choice(field: Field, device: Device, make: Make) -> Choice:
     """
     if field.job.replay.read_dtype is not None:
         raise NotImplementedError(
-            "--predict: expected steps without a copy, for nothing in the machine code says how often the loops of a fold "
-            "turn that makes one; leave --read out, or tune on a GPU"
+            "--predict: expected steps without a copy, for nothing in the machine code says how often the loops of a "
+            "fold turn that makes one; leave --read out, or tune on a GPU"
         )
     times: dict[int, float] = {}
     for number, candidate in enumerate(field.tried):
