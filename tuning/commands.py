@@ -131,8 +131,6 @@ def _tune(fields: Sequence[Field], given: Mapping[str, Any], as_json: bool) -> i
                 except KeyboardInterrupt:
                     screen.print(f"interrupted; what is finished is in {path}, and the same command goes on from there")
                     return 130
-                finally:
-                    executor.shutdown(wait=False, cancel_futures=True)
             if choices:
                 write_json(out, merged(base, choices, header).to_json())
             left = len(fields) - progress.told

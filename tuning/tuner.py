@@ -10,8 +10,9 @@ journal before the next one begins.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from multiprocessing import cpu_count, get_context
@@ -145,9 +146,15 @@ def compile_step(key: StepKey, arch: str) -> None:
     ensure_on_disk(step.step_launch, partial(step.fake_arguments, key), key, arch)
 
 
-def compilers() -> ProcessPoolExecutor:
-    """Processes that compile ahead, which leave one processor to the one that times."""
-    return ProcessPoolExecutor(max(1, cpu_count() - 1), get_context("spawn"))
+@contextmanager
+def compilers() -> Iterator[Executor]:
+    """Processes that compile ahead, which leave one processor to the one that times. At the end they finish what they
+    have begun and give up the rest."""
+    executor = ProcessPoolExecutor(max(1, cpu_count() - 1), get_context("spawn"))
+    try:
+        yield executor
+    finally:
+        executor.shutdown(cancel_futures=True)
 
 
 def multiprocessors() -> int:

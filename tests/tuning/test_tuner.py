@@ -6,6 +6,7 @@ that is wrong, one that does not compile and a table of another device each end 
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -191,6 +192,14 @@ def test_kernels_are_compiled_ahead_once_each() -> None:
         assert executor.asked == [launched_key(todo[0].job, c) for c in todo[0].tried]
     assert BEST not in steps.launched
     assert [choice.parameters for choice in choices.values()] == [tabled(QUARTERS)] * 2
+
+
+def test_what_was_not_begun_is_given_up_at_the_end() -> None:
+    """So that a run which is out of time or interrupted ends soon."""
+    with tuner.compilers() as executor:
+        waiting = [executor.submit(time.sleep, 0.1) for _ in range(2000)]
+        waiting[0].result()
+    assert sum(future.cancelled() for future in waiting) > 1000
 
 
 def test_the_key_that_is_compiled_is_the_one_that_a_step_asks_for(monkeypatch) -> None:
