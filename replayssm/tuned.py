@@ -104,6 +104,8 @@ class Choice:
         parameters: of `StepConfig`, all of `TUNED_FIELDS`.
         median_us, p10_us, p90_us: of the time that they were chosen by; the percentiles None where it was predicted.
         runner_up, runner_up_us: the next best; None where there was one candidate.
+        heuristic_us, worst_us: medians of the heuristic's choice and of the slowest that was right, in the same race,
+            of one that dropped out until then; None where they were not kept.
     """
 
     parameters: Parameters
@@ -112,6 +114,8 @@ class Choice:
     p90_us: float | None = None
     runner_up: Parameters | None = None
     runner_up_us: float | None = None
+    heuristic_us: float | None = None
+    worst_us: float | None = None
 
 
 @dataclass(frozen=True)
@@ -197,12 +201,12 @@ def _batch(text: str) -> int:
 
 
 def _choice(data: Mapping[str, Any], shape: Shape, batch: int, arch: Arch) -> Choice:
-    choice = Choice(**data)
+    choice, base = Choice(**data), shape.key({}, batch, arch)
     for parameters in filter(None, (choice.parameters, choice.runner_up)):
         positive = all(type(value) is int and value >= 1 for value in parameters.values())
         if set(parameters) != set(TUNED_FIELDS) or not positive:
             raise ValueError(f"batch {batch}: expected {TUNED_FIELDS} as ints of 1 or more, got {parameters}")
-        if reason := invalid_reason(shape.key(parameters, batch, arch), arch):
+        if reason := invalid_reason(replace(base, config=replace(base.config, **parameters)), arch):
             raise ValueError(f"batch {batch}, {parameters}: {reason}")
     if not choice.median_us > 0:
         raise ValueError(f"batch {batch}: expected a median_us above 0, got {choice.median_us}")

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import replace
+from functools import partial
+from timeit import timeit
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from cute_kernels.arch import ARCHES, Arch, arch_of_capability
 from cute_kernels.configs import GdnOptions, KdaOptions, Mamba2Options, Options, RowOptions, StepConfig, StepKey, Tile
 from cute_kernels.heuristic import MULTIPROCESSOR_SMEM_BYTES, RESERVED_SMEM_BYTES, invalid_reason, smem_bytes
 from replayssm import LayerSpec, Plan, ReplaySpec, plan_step
+from replayssm.plan import _planned
 from replayssm.spec import Recurrence
 from tests.helpers.cases import ODD, RELEASED, Case, pick
 from tests.helpers.draw import KERNELS
@@ -25,6 +28,7 @@ LAYER, REPLAY = LayerSpec("mamba2", 8, 2, 64, 128), ReplaySpec()
 OPTIONS: dict[Recurrence, Options] = {
     "mamba2": Mamba2Options(), "gdn": GdnOptions(0.125), "kda": KdaOptions(0.125)
 }  # fmt: skip
+HOST_S = 2e-6  # of planning a step whose plan is kept
 BATCHES = (1, 2, 8, 32, 100, 256, 4096)
 CASES = [c for c in pick((*ODD, *RELEASED), num_tokens=1) if c.V in (64, 80, 128) and c.recurrence in KERNELS]
 each_kernel = pytest.mark.parametrize("kind", KERNELS)
@@ -66,6 +70,20 @@ def test_an_explicit_config_is_taken_as_it_is() -> None:
     assert made.source == "explicit"
     assert made.key.config is config
     assert made.key != plan().key
+
+
+@each_kernel
+def test_planning_again_takes_two_microseconds_of_host_time(kind: Recurrence) -> None:
+    """The best of many short bursts, so that a loaded machine need only have one quiet moment; a plan that is made anew
+    takes many times as long."""
+    options, layer = OPTIONS[kind], replace(LAYER, recurrence=kind, num_k_heads=8)
+    cached = partial(plan_step, layer, REPLAY, options, arch="sm_90a", batch=200)
+    made_anew = partial(
+        _planned.__wrapped__, layer, REPLAY, options, "sm_90a", 256, 1, RowOptions(), "record_major", None
+    )
+    assert cached() is cached() and cached() == made_anew()
+    assert any(timeit(cached, number=100) / 100 <= HOST_S for _ in range(2000))
+    assert min(timeit(made_anew, number=10) / 10 for _ in range(20)) > 5 * HOST_S
 
 
 @pytest.mark.parametrize(

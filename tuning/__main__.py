@@ -24,12 +24,12 @@ from replayssm.launch import options_of
 from replayssm.plan import OPTIONS
 from replayssm.spec import MAX_DRAFT, Recurrence, ReplaySpec
 from tuning import commands
-from tuning.documents import refreshed
+from tuning.documents import refreshed, tuned_table
 from tuning.goals import DEFAULT_MODEL
 from tuning.matrix import ALL_MODELS, BATCHES, Options, exit_code
 from tuning.matrix import plan as plan_matrix
 from tuning.measure import DEFAULT_ROUNDS, PROTOCOL
-from tuning.options import DTYPE, DTYPES, READ, READS, WINDOW, checked, console, own_arch, shapes_of
+from tuning.options import DTYPE, DTYPES, PLOT, READ, READS, WINDOW, checked, console, own_arch, shapes_of
 from tuning.plot import draw
 from tuning.precision import CHUNK, LAYERS, MAX_TOKENS, REGIMES, SCHEMES, precision_tables, study
 from tuning.precision import __doc__ as PRECISION_PROTOCOL
@@ -39,9 +39,6 @@ from tuning.shapes import ModelShape, lookup, names
 from tuning.store import Record
 from tuning.workload import make_inputs
 
-PLOT = click.option(
-    "--plot", type=click.Path(path_type=Path, dir_okay=False), help="Picture of the record, e.g. a PNG."
-)
 LENGTHS = "Tokens after which errors are sampled; repeatable, multiples of 256."
 ONE_OF_EACH = (DEFAULT_MODEL, "qwen3.5-122b-a10b", "glm-5.3-flash")
 WITH_KERNELS = tuple(name for recurrence in OPTIONS for name in names(recurrence))
@@ -196,11 +193,15 @@ def precision(
 @click.argument("record", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @PLOT
 def report(record: Path, plot: Path | None) -> None:
-    """Print a record of `bench` or `precision` as Markdown tables."""
-    entries = json.loads(record.read_text())["entries"]
+    """Print a record of `bench` or `precision`, or a tuned table, as Markdown tables."""
+    found = json.loads(record.read_text())
+    entries = found["entries"]
     if plot is not None:
         checked(lambda: draw(entries, plot))
-    click.echo(precision_tables(entries) if "scheme" in entries[0] else markdown_table(entries))
+    if "schema" in found:
+        click.echo(tuned_table([found], []))
+    else:
+        click.echo(precision_tables(entries) if "scheme" in entries[0] else markdown_table(entries))
 
 
 @main.command()

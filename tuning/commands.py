@@ -22,13 +22,14 @@ from tuning.acceptance import acceptance, observed
 from tuning.devices import DEVICES, Device
 from tuning.doctor import diagnosis
 from tuning.goals import DEFAULT_MODEL
-from tuning.matrix import ALL_MODELS, STEPS, StepCase
-from tuning.options import DTYPE, DTYPES, READ, READS, WINDOW, ListOf, checked, console, own_arch, shapes_of
+from tuning.matrix import STEPS, StepCase
+from tuning.options import DTYPE, DTYPES, PLOT, READ, READS, WINDOW, ListOf, checked, console, own_arch, shapes_of
+from tuning.plot import draw
 from tuning.predict import predict
 from tuning.roofline import NOMINAL_H200, Rates
 from tuning.sass import why_no_sass
 from tuning.search import DEFAULT_ROUNDS, NoCandidateError
-from tuning.shapes import ModelShape, lookup
+from tuning.shapes import ModelShape, released
 from tuning.space import Candidate
 from tuning.store import BusyError, Journal, environment, lock, write_json
 from tuning.tuner import BATCHES, TUNED_PROTOCOL, Field, Job, Tuner, compilers, jobs_of, merged, multiprocessors
@@ -49,7 +50,7 @@ def _for_layers(command: Any) -> Any:
         click.option("--checkpoint", "checkpoints", default=("fp32",), type=ListOf(DTYPE)),
         click.option("--batch", "batches", default=BATCHES, type=ListOf(_COUNT), help="Rows of a step."),
         click.option("--tp", "tps", default=(1,), type=ListOf(_COUNT), help="Devices that share the heads."),
-        click.option("--all", "all_models", is_flag=True, help="All layers of `bench --all`, not --model and --tp."),
+        click.option("--all", "all_models", is_flag=True, help="Every model in each --tp that divides its heads."),
         click.option("--model", "models", default=(DEFAULT_MODEL,), type=ListOf(click.STRING)),
     ):
         command = option(command)
@@ -57,10 +58,7 @@ def _for_layers(command: Any) -> Any:
 
 
 def _layers(given: Mapping[str, Any]) -> tuple[tuple[ModelShape, ...], tuple[ReplaySpec, ...]]:
-    if given["all_models"]:
-        shapes = tuple(lookup(model, tp=tp) for layers in ALL_MODELS.values() for model, tp in layers)
-    else:
-        shapes = shapes_of(given["models"], given["tps"])
+    shapes = released(given["tps"]) if given["all_models"] else shapes_of(given["models"], given["tps"])
     activation = DTYPES[given["activation"]]
     replays = [
         checked(lambda: ReplaySpec(window, tokens, DTYPES[state], activation, read_dtype=READS[read]))  # noqa: B023
@@ -76,12 +74,14 @@ def _layers(given: Mapping[str, Any]) -> tuple[tuple[ModelShape, ...], tuple[Rep
 @_for_layers
 @click.option("--accepted", type=float, help="Tokens of a step that stay on average; half of T when left out.")
 @click.option("--rounds", default=DEFAULT_ROUNDS, type=_COUNT, help="Samples of a candidate, at most.")
+@click.option("--time-limit", type=click.FloatRange(min=0), help="Seconds after which no job is begun.")
 @click.option("--no-prune", is_flag=True, help="Time also what is outclassed by the model of tuning/space.py.")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Table; the user's own when left out.")
 @click.option("--fresh", is_flag=True, help="Forget what an interrupted run has finished.")
 @click.option("--arch", type=click.Choice(tuple(ARCHES)), help="With --dry-run; this machine's GPU, or sm_90a.")
 @click.option("--dry-run", is_flag=True, help="Print what would be tuned; needs no GPU.")
 @click.option("--predict", "predicts", is_flag=True, help="Choose by predicted times, into --out; needs no GPU.")
+@PLOT
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def tune(dry_run: bool, predicts: bool, arch: str | None, as_json: bool, no_prune: bool, **given: Any) -> None:
     """Choose the launch parameters of layers by timing them, and keep them in a table."""
@@ -110,7 +110,7 @@ def tune(dry_run: bool, predicts: bool, arch: str | None, as_json: bool, no_prun
 
 def _tune(fields: Sequence[Field], given: Mapping[str, Any], as_json: bool) -> int:
     """Tune on this machine's GPU; the exit code."""
-    from tuning.bench import Machine
+    from tuning.bench import Deadline, Machine
 
     out, screen = given["out"] or tuned.user_path(), console(stderr=as_json)
     machine = checked(Machine.current_cuda)
@@ -127,19 +127,24 @@ def _tune(fields: Sequence[Field], given: Mapping[str, Any], as_json: bool) -> i
             tuner = Tuner(machine, journal, replayssm.step, rounds=given["rounds"], executor=executor)
             with report.Progress(screen, fields, journal.unusable) as progress:
                 try:
-                    choices = tuner.run(fields, progress.done)
+                    choices = tuner.run(fields, progress.done, Deadline(given["time_limit"]))
                 except KeyboardInterrupt:
-                    executor.shutdown(wait=False, cancel_futures=True)
                     screen.print(f"interrupted; what is finished is in {path}, and the same command goes on from there")
                     return 130
             if choices:
                 write_json(out, merged(base, choices, header).to_json())
-            journal.remove()
+            left = len(fields) - progress.told
+            if not left:
+                journal.remove()
     except (BusyError, OSError) as error:
         raise click.UsageError(str(error)) from error
     _print(report.choice_facts(choices), [report.choice_table(choices)], as_json)
     screen.print(f"{len(choices)} entries written to {out}", highlight=False)
-    return int(len(choices) < len(fields))
+    if left:
+        screen.print(f"time limit: {left} jobs are left, and the same command goes on with them", highlight=False)
+    if given["plot"] is not None and choices:
+        checked(lambda: draw(merged(None, choices, header).to_json()["entries"], given["plot"]))
+    return int(len(choices) < progress.told)
 
 
 def _predicted(fields: Sequence[Field], device: Device, out: Path, as_json: bool) -> int:

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from replayssm.tuned import Shape
 from tuning.matrix import replay_of, state_name
 from tuning.prediction import prediction_table, summary_table
 from tuning.report import goals_table, layer_name, line, markdown_table, steps_of, time_of, windows_table
+from tuning.shapes import released_name
 
 Record = Mapping[str, Any]
 Entry = Mapping[str, Any]
@@ -117,6 +121,45 @@ def resources_table(records: Sequence[Record], words: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
+def tuned_table(records: Sequence[Record], words: Sequence[str]) -> str:
+    """Tuned tables: of each entry the times of what was chosen, of the heuristic's choice and of the worst candidate;
+    a summary in front, and behind it where another than the heuristic's was chosen."""
+    entries = [(Shape.from_json(entry), entry["batches"]) for record in records for entry in record["entries"]]
+    batches = sorted({int(batch) for _, found in entries for batch in found})
+    columns = ("layer", "state", "L", "T", *(f"{batch} rows" for batch in batches))
+    lines = [line(*columns), "|---" * len(columns) + "|"]
+    others = [line(*columns[:4], "rows", "chosen", "us", "heuristic us", "faster by"), "|---" * 9 + "|"]
+    for shape, found in entries:
+        name = layer_name({"name": released_name(shape.layer), **asdict(shape.layer)})
+        head = (name, state_name(shape.replay), shape.replay.window, shape.replay.max_draft)
+        lines.append(line(*head, *(_three(found.get(str(batch))) for batch in batches)))
+        for batch, choice in found.items():
+            if (heuristic := choice.get("heuristic_us")) and heuristic != choice["median_us"]:
+                chosen = ", ".join(f"{name} {value}" for name, value in choice["parameters"].items())
+                times = (f"{choice['median_us']:.2f}", f"{heuristic:.2f}")
+                others.append(line(*head, batch, chosen, *times, f"{1 - choice['median_us'] / heuristic:.1%}"))
+    summary = _tuned_summary([one for _, found in entries for one in found.values()])
+    return "\n".join([summary, "", *lines, *(["", *others] if len(others) > 2 else [])])
+
+
+def _tuned_summary(choices: Sequence[Mapping[str, Any]]) -> str:
+    told = [one for one in choices if one.get("heuristic_us") and one.get("worst_us")]
+    if not told:
+        return f"{len(choices)} entries; beside none of them the times of the heuristic and of the worst were kept."
+    gains = sorted(1 - one["median_us"] / one["heuristic_us"] for one in told)
+    worst = [one["worst_us"] / one["median_us"] for one in told]
+    return (
+        f"{len(choices)} entries, {len(told)} of them with the heuristic's time and the worst: the heuristic's choice "
+        f"stayed for {sum(gain == 0 for gain in gains)}, elsewhere another is faster by up to {gains[-1]:.1%}. The "
+        f"worst takes {statistics.median(worst):.2f} times as long in the median, at most {max(worst):.2f} times."
+    )
+
+
+def _three(choice: Mapping[str, Any] | None) -> str:
+    times = [] if choice is None else [choice.get(name) for name in ("median_us", "heuristic_us", "worst_us")]
+    return " / ".join(f"{us:.1f}" for us in times if us is not None)
+
+
 TABLES: dict[str, Make] = {
     "steps": _of_entries(markdown_table),
     "goals": _of_entries(goals_table),
@@ -128,6 +171,7 @@ TABLES: dict[str, Make] = {
     "change": change_table,
     "peers": peers_table,
     "resources": resources_table,
+    "tuned": tuned_table,
 }
 MADE = re.compile(r"<!-- ([\w-]+) ((?:\S+ )+)-->\n.*?<!-- end -->", re.DOTALL)
 

@@ -51,41 +51,66 @@ def check_commit(cursors: Cursors, commit: Step, **rows: Any) -> None:
 
 
 def check_step(work: StepWork, step: Step) -> None:
+    """The gate of one step over one workload, which the step leaves behind (`StepGate`)."""
+    StepGate(work).check(step)
+
+
+class StepGate:
     """The gate: one call against the torch twin in fp64, on a few rows, token by token and head by head.
 
     Compared are the outputs, the checkpoint after a fold and the appended records; over all rows, that the output is
     finite. The bound is the error of the twin in float32 times a factor (see the constants of this module); where the
     twin makes none, as with the x and B of Mamba-2, which are only stored, none is allowed.
 
-    Raises:
-        GateFailedError: what differs and by how much.
+    Args:
+        work: as the steps that are checked will find it, in the compared rows: what one has written there is taken back
+            before the next. The twin runs once for all of them.
     """
-    rows = torch.linspace(0, len(work.out) - 1, min(GATED_ROWS, len(work.out))).long().unique().to(work.out.device)
-    exact, twin = _excerpt(work, rows), _excerpt(work, rows)
-    slots = torch.arange(len(rows), device=work.out.device)
-    want = torch.empty_like(exact.out, dtype=torch.float64)
-    folded = _fold_counts(exact)
-    want_state = _folded_state(exact, slots, folded, torch.float64)
-    twin_state = _folded_state(exact, slots, folded, torch.float32).to(work.pool.checkpoint.dtype)
-    record = _exact_record(exact, slots)  # before the step writes the checkpoint
-    replace(exact, out=want).launch(lambda *a, **k: reference.step(*a, **k, dtype=torch.float64))
-    twin.launch(reference.step)
 
-    work.out.fill_(float("nan"))
-    work.launch(step)
-    if not bool(torch.isfinite(work.out).all()):
-        raise GateFailedError(f"output: expected finite numbers, got {int((~work.out.isfinite()).sum())} that are not")
-    got = _excerpt(work, rows)
-    _bound("output", *(out.flatten(0, 1) for out in (work.out[rows], twin.out, want)), head_axis=1)
-    _bound("checkpoint", got.pool.checkpoint, twin_state, want_state, head_axis=1)
-    _check_appended(got, twin, record, slots)
+    def __init__(self, work: StepWork) -> None:
+        rows = torch.linspace(0, len(work.out) - 1, min(GATED_ROWS, len(work.out))).long().unique().to(work.out.device)
+        self._work, self._rows = work, rows
+        self._before, self._twin, exact = (_excerpt(work, rows) for _ in range(3))
+        self._slots = torch.arange(len(rows), device=work.out.device)
+        self._want = torch.empty_like(exact.out, dtype=torch.float64)
+        folded = _fold_counts(exact)
+        self._want_state = _folded_state(exact, self._slots, folded, torch.float64)
+        twin_state = _folded_state(exact, self._slots, folded, torch.float32)
+        self._twin_state = twin_state.to(work.pool.checkpoint.dtype)
+        self._record = _exact_record(exact, self._slots)  # before the step writes the checkpoint
+        replace(exact, out=self._want).launch(lambda *a, **k: reference.step(*a, **k, dtype=torch.float64))
+        self._twin.launch(reference.step)
+
+    def check(self, step: Step) -> None:
+        """Launch a step once.
+
+        Raises:
+            GateFailedError: what differs and by how much.
+        """
+        work, slots = self._work, self._work.cache_indices[self._rows].long()
+        for name in _written(work.pool):
+            getattr(work.pool, name)[slots] = getattr(self._before.pool, name)
+        work.out.fill_(float("nan"))
+        work.launch(step)
+        if not bool(torch.isfinite(work.out).all()):
+            wrong = int((~work.out.isfinite()).sum())
+            raise GateFailedError(f"output: expected finite numbers, got {wrong} that are not")
+        got = _excerpt(work, self._rows)
+        outputs = (work.out[self._rows], self._twin.out, self._want)
+        _bound("output", *(out.flatten(0, 1) for out in outputs), head_axis=1)
+        _bound("checkpoint", got.pool.checkpoint, self._twin_state, self._want_state, head_axis=1)
+        _check_appended(got, self._twin, self._record, self._slots)
+
+
+def _written(pool: Pool) -> tuple[str, ...]:
+    """The tensors of a pool that a step writes."""
+    return ("value", "key", "decay", *pool.state_names)
 
 
 def _excerpt(work: StepWork, rows: Tensor) -> StepWork:
     """The rows with copies of all that a step writes; row i of the result lives in slot i."""
     slots = work.cache_indices[rows].long()
-    names = ("value", "key", "decay", *work.pool.state_names)
-    tensors = {name: getattr(work.pool, name)[slots].contiguous() for name in names}
+    tensors = {name: getattr(work.pool, name)[slots].contiguous() for name in _written(work.pool)}
     pool = Pool(work.pool.layer, work.pool.replay, **tensors)
     cursors = Cursors(work.cursors.replay, work.cursors.ring_start[slots], work.cursors.num_committed[slots])
     # Tensors of tokens have three axes or four, parameters one or two.

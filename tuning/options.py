@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -29,6 +30,9 @@ READS: dict[str, ReadDtype | None] = {
 }
 READ = click.Choice(tuple(READS))
 WINDOW = click.IntRange(1, MAX_WINDOW)
+PLOT = click.option(
+    "--plot", type=click.Path(path_type=Path, dir_okay=False), help="Picture of the record, e.g. a PNG."
+)
 
 
 class ListOf(click.ParamType):  # type: ignore[type-arg]

@@ -1,5 +1,5 @@
 """Pictures of records: of a benchmark, time and memory against the window, speed-up and share of the limit against the
-batch; of a study of precision, the error against the tokens."""
+batch; of a study of precision, the error against the tokens; of a tuned table, what was gained against the batch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from replayssm.pool import bytes_per_slot
 from replayssm.spec import LayerSpec
+from replayssm.tuned import Shape
 from tuning.matrix import replay_of, state_name
+from tuning.shapes import released_name
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,10 +26,20 @@ def series(entries: Iterable[Mapping[str, Any]]) -> dict[str, Series]:
     "window": the average step in microseconds against L. "memory": MiB of one slot against L. "speedup": how many times
     faster than plain the average is, against the batch. "limit": per cent of the limit that a step reaches which only
     reads, and one in which every row folds, against the batch. "mamba2", "gdn", "kda": the mean error of a scheme
-    against the tokens.
+    against the tokens. "gained", "worst": how many times as long as the tuned step the heuristic's choice and the worst
+    candidate take, against the batch.
     """
     panels: dict[str, Series] = {name: {} for name in TITLES}
     for entry in entries:
+        if "batches" in entry:
+            shape = Shape.from_json(entry)
+            facts = f"T = {shape.replay.max_draft}, L = {shape.replay.window}"
+            line = f"{released_name(shape.layer)} {state_name(shape.replay)}, {facts}"
+            for panel, name in (("gained", "heuristic_us"), ("worst", "worst_us")):
+                known = {rows: one for rows, one in entry["batches"].items() if one.get(name)}
+                points = [(int(rows), one[name] / one["median_us"]) for rows, one in known.items()]
+                panels[panel].setdefault(line, []).extend(points)
+            continue
         if "scheme" in entry:
             line = f"{entry['scheme']}, {entry['regime']}"
             panels[entry["recurrence"]].setdefault(line, []).append((entry["tokens"], entry["mean"]))
@@ -52,11 +64,14 @@ def series(entries: Iterable[Mapping[str, Any]]) -> dict[str, Series]:
     }
 
 
+MOST_NAMED = 20  # lines of a panel that a legend names
 TITLES = {
     "window": ("average step against the window", "window L", "us"),
     "memory": ("one slot of a layer", "window L", "MiB"),
     "speedup": ("average against plain steps", "batch", "times faster"),
     "limit": ("share of the limit", "batch", "% of the limit"),
+    "gained": ("the heuristic's choice against the tuned one", "batch", "times as long"),
+    "worst": ("the worst candidate against the tuned one", "batch", "times as long"),
     **{
         kind: (f"{name}, outputs against float64", "tokens", "relative error, mean")
         for kind, name in {"mamba2": "Mamba-2", "gdn": "Gated DeltaNet", "kda": "Kimi Delta Attention"}.items()
@@ -94,7 +109,8 @@ def figure(entries: Iterable[Mapping[str, Any]]) -> Figure:
         else:
             axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
-        axes.legend(fontsize="x-small")
+        if len(lines) <= MOST_NAMED:
+            axes.legend(fontsize="x-small")
     return made
 
 

@@ -25,7 +25,7 @@ from tuning.matrix import StepCase, replay_of, state_name
 from tuning.predict import Kernel, Prediction, facts, predict
 from tuning.report import layer_name, line
 from tuning.shapes import lookup
-from tuning.tuner import Field, launched_key
+from tuning.tuner import DIGITS, Field, launched_key
 from tuning.workload import model_options
 
 WITHIN = 0.15  # what a prediction may err by
@@ -143,8 +143,13 @@ def predicted_choice(field: Field, device: Device, make: Make) -> Choice:
     `CLEARLY`. Kernels that spill are left out.
 
     Raises:
-        NotImplementedError: no candidate has control flow that can be followed.
+        NotImplementedError: steps read a copy, or no candidate has control flow that can be followed.
     """
+    if field.job.replay.read_dtype is not None:
+        raise NotImplementedError(
+            "--predict: expected steps without a copy, for nothing in the machine code says how often the loops of a "
+            "fold turn that makes one; leave --read out, or tune on a GPU"
+        )
     times: dict[int, float] = {}
     for number, candidate in enumerate(field.tried):
         kernel = make(launched_key(field.job, candidate), device.arch)
@@ -154,9 +159,16 @@ def predicted_choice(field: Field, device: Device, make: Make) -> Choice:
     if times[order[0]] * (1 + CLEARLY) > times[0]:
         order.remove(0)
         order.insert(0, 0)
+    rounded = {number: round(us, DIGITS) for number, us in times.items()}
     best, second = order[0], order[1] if len(order) > 1 else None
-    runner_up = (None, None) if second is None else (field.tried[second].parameters, times[second])
-    return Choice(field.tried[best].parameters, times[best], None, None, *runner_up)
+    return Choice(
+        field.tried[best].parameters,
+        rounded[best],
+        runner_up=None if second is None else field.tried[second].parameters,
+        runner_up_us=None if second is None else rounded[second],
+        heuristic_us=rounded[0],
+        worst_us=max(rounded.values()),
+    )
 
 
 def _ratio(entry: Entry) -> float:

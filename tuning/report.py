@@ -181,16 +181,18 @@ def _times(found: Found) -> list[str]:
 
 
 def windows_table(entries: Iterable[Mapping[str, Any]]) -> str:
-    """Averages of the layers, states, batches and T that have several windows, and which is least, as Markdown."""
+    """Averages of the layers, states, batches and T that have several windows, which is least, and what a window of 16
+    takes against it, as Markdown."""
     choices: dict[tuple[Any, ...], dict[int, float]] = {}
     for head, found in steps_of(entries).items():
         choices.setdefault(head[:-1], {})[head[-1]] = found["average"]["median_us"]
-    lines = [LAYER_COLUMNS + "| T | averages by window | best |", "|---" * 6 + "|"]
+    lines = [LAYER_COLUMNS + "| T | averages by window | best | 16 / best |", "|---" * 7 + "|"]
     for head, averages in choices.items():
         if len(averages) == 1:
             continue
         shown = ", ".join(f"{window}: {averages[window]:.1f}" for window in sorted(averages))
-        lines.append(line(*head, shown, min(averages, key=lambda window: averages[window])))
+        best = min(averages, key=lambda window: averages[window])
+        lines.append(line(*head, shown, best, f"{averages[16] / averages[best]:.3f}" if 16 in averages else ""))
     return "\n".join(lines)
 
 

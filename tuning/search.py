@@ -60,16 +60,19 @@ class Result:
     @property
     def timing(self) -> Timing:
         """Of the winner."""
-        return self._timed[self.winner]
+        timing = self.outcomes[self.winner].timing
+        assert timing is not None
+        return timing
 
     @property
-    def _timed(self) -> dict[str, Timing]:
-        return {name: outcome.timing for name, outcome in self.outcomes.items() if outcome.timing is not None}
+    def medians_us(self) -> dict[str, float]:
+        """Of those that were timed: to the end, or until they dropped out."""
+        return {name: one.timing.median_us for name, one in self.outcomes.items() if one.timing is not None}
 
     @property
     def runner_up(self) -> str | None:
         """The next best by median, dropped ones among them."""
-        others = {name: timing.median_us for name, timing in self._timed.items() if name != self.winner}
+        others = {name: median for name, median in self.medians_us.items() if name != self.winner}
         return min(others, key=lambda name: others[name]) if others else None
 
 

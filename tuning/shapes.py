@@ -6,8 +6,11 @@ benchmarked is a shape that is tested.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from replayssm.spec import LayerSpec
 
@@ -109,6 +112,20 @@ def lookup(name: str, *, tp: int = 1) -> ModelShape:
     close = difflib.get_close_matches(wanted, names(), n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
     raise ValueError(f"model: expected a known name, got {name!r}; {hint}known are {', '.join(names())}")
+
+
+def released(tps: Sequence[int]) -> tuple[ModelShape, ...]:
+    """Every model in each of these shards that its heads can be shared by, whole layers before parts of them."""
+    found = []
+    for tp, model in product(sorted(tps), MODELS):
+        with contextlib.suppress(ValueError):
+            found.append(shard(model, tp))
+    return tuple(found)
+
+
+def released_name(layer: LayerSpec) -> str:
+    """Name of the first model or shard that has the layer; its recurrence where none has."""
+    return next((one.name for one in released((1, 2, 4, 8)) if one.layer == layer), layer.recurrence)
 
 
 def shard(shape: ModelShape, tp: int) -> ModelShape:

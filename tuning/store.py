@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Iterator, Mapping
 from datetime import datetime, timezone
@@ -18,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+INNERMOST = re.compile(r"\{[^{}]*\}")  # JSON breaks no line inside a string
 
 
 def environment() -> dict[str, Any]:
@@ -88,7 +91,7 @@ class Record:
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
-    """Write a file; a reader sees the old one or the new one, never a part.
+    """Write a file, innermost objects in one line; a reader sees the old one or the new one, never a part.
 
     Raises:
         OSError: the folder cannot be written.
@@ -96,7 +99,8 @@ def write_json(path: Path, data: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f"{path.name}.{os.getpid()}.draft")
     try:
-        draft.write_text(json.dumps(data, indent=1) + "\n")
+        text = INNERMOST.sub(lambda found: re.sub(r"\n *", " ", found[0]), json.dumps(data, indent=1))
+        draft.write_text(text + "\n")
         os.replace(draft, path)
     finally:
         with contextlib.suppress(FileNotFoundError):

@@ -102,14 +102,14 @@ def _candidates(field: Field) -> Table:
 
 
 class Progress:
-    """A bar with the time left, and a line for each job that is done.
+    """A bar with the time left, and a line for each job that is done; `told` counts them.
 
     Args:
         unusable: lines of a journal that could not be taken up.
     """
 
     def __init__(self, console: Console, fields: Sequence[Field], unusable: int = 0) -> None:
-        self._console = console
+        self._console, self.told = console, 0
         if unusable:
             console.print(f"{unusable} results of an earlier run are torn or of other versions, and are left out")
         columns = TextColumn("tuning"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
@@ -128,6 +128,7 @@ class Progress:
     def done(self, field: Field, choice: tuned.Choice | str) -> None:
         """Tell of a job."""
         self._bar.advance(self._task)
+        self.told += 1
         if isinstance(choice, str):
             self._console.print(f"{field.job.name}: no candidate is right: {choice}", style="red", highlight=False)
             return

@@ -10,8 +10,9 @@ journal before the next one begins.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from multiprocessing import cpu_count, get_context
@@ -27,7 +28,7 @@ from replayssm.spec import ReplaySpec
 from replayssm.tuned import Choice, Shape, Table, bucket
 from tuning import gate, workload
 from tuning.acceptance import fold_share
-from tuning.bench import Machine
+from tuning.bench import Deadline, Machine
 from tuning.matrix import MIXED_FROM_ROWS, StepCase, state_name
 from tuning.measure import PROTOCOL
 from tuning.roofline import Rates
@@ -40,6 +41,7 @@ from tuning.workload import Step
 TUNED_PROTOCOL = f"{PROTOCOL}; mean step of rows anywhere in the window; racing, the heuristic's choice first"
 BATCHES = (1, 8, 32, 128, 256)
 H200_MULTIPROCESSORS = 132
+DIGITS = 3  # of a microsecond, that a table keeps: the timer has 0.5 ns steps at best
 Compile = Callable[[StepKey, str], object]
 
 
@@ -144,9 +146,15 @@ def compile_step(key: StepKey, arch: str) -> None:
     ensure_on_disk(step.step_launch, partial(step.fake_arguments, key), key, arch)
 
 
-def compilers() -> ProcessPoolExecutor:
-    """Processes that compile ahead, which leave one processor to the one that times."""
-    return ProcessPoolExecutor(max(1, cpu_count() - 1), get_context("spawn"))
+@contextmanager
+def compilers() -> Iterator[Executor]:
+    """Processes that compile ahead, which leave one processor to the one that times. At the end they finish what they
+    have begun and give up the rest."""
+    executor = ProcessPoolExecutor(max(1, cpu_count() - 1), get_context("spawn"))
+    try:
+        yield executor
+    finally:
+        executor.shutdown(cancel_futures=True)
 
 
 def multiprocessors() -> int:
@@ -198,14 +206,17 @@ class Tuner:
         self._compiling: dict[StepKey, Future[object]] = {}
         self._arena: workload.Arena | None = None
 
-    def run(self, fields: Sequence[Field], done: Callable[[Field, Choice | str], object]) -> dict[Job, Choice]:
+    def run(
+        self, fields: Sequence[Field], done: Callable[[Field, Choice | str], object], deadline: Deadline | None = None
+    ) -> dict[Job, Choice]:
         """Tune job after job.
 
         Args:
             done: is called behind each with its choice, or with why there is none.
+            deadline: no job is begun behind it.
 
         Returns:
-            The choices; a job of which every candidate was refused has none.
+            The choices; a job of which every candidate was refused has none, nor has one that was not begun.
         """
         open_fields = [field for field in fields if self._journal.get(field.facts) is None]
         self._reserve([field.job for field in open_fields])
@@ -215,6 +226,8 @@ class Tuner:
         choices: dict[Job, Choice] = {}
         for field in fields:
             known = self._journal.get(field.facts)
+            if known is None and deadline is not None and deadline.left_s <= 0:
+                continue
             try:
                 choice = Choice(**known) if known is not None else self._tune(field)
             except NoCandidateError as error:
@@ -264,8 +277,9 @@ class Tuner:
             num_tokens=job.replay.max_draft,
         )
         works = [(workload.make_work(pool, case.live_records, inputs), share) for case, share in job.cases]
+        gates = [gate.StepGate(work) for work, _ in works]
         steps = {one.name: partial(self._step, config=one.config) for one in field.tried}
-        checks = {one.name: partial(self._check, job, one, [work for work, _ in works]) for one in field.tried}
+        checks = {one.name: partial(self._check, job, one, gates) for one in field.tried}
         refused = refusals(checks)
         captured = {
             name: [(self._machine.timer.capture(partial(work.launch, step)), share) for work, share in works]
@@ -280,26 +294,28 @@ class Tuner:
 
         return race(tuple(steps), sample, refused=refused, rounds=self._rounds)
 
-    def _check(self, job: Job, candidate: Candidate, works: Sequence[workload.StepWork]) -> None:
+    def _check(self, job: Job, candidate: Candidate, gates: Sequence[gate.StepGate]) -> None:
         """The compiler's verdict, then the gate of each step that will be timed."""
         if future := self._compiling.get(launched_key(job, candidate)):
             future.result()
-        for work in works:
-            gate.check_step(work, partial(self._step, config=candidate.config))
+        for one in gates:
+            one.check(partial(self._step, config=candidate.config))
 
 
 def choice_of(field: Field, result: Result) -> Choice:
     """What the table says of a race."""
     by_name = {candidate.name: candidate.parameters for candidate in field.tried}
     timing, runner_up = result.timing, result.runner_up
-    second = None if runner_up is None else result.outcomes[runner_up].timing
+    medians = {name: round(median, DIGITS) for name, median in result.medians_us.items()}
     return Choice(
         by_name[result.winner],
-        timing.median_us,
-        timing.p10_us,
-        timing.p90_us,
+        medians[result.winner],
+        round(timing.p10_us, DIGITS),
+        round(timing.p90_us, DIGITS),
         None if runner_up is None else by_name[runner_up],
-        None if second is None else second.median_us,
+        None if runner_up is None else medians[runner_up],
+        heuristic_us=medians.get(field.tried[0].name),
+        worst_us=max(medians.values()),
     )
 
 

@@ -23,11 +23,10 @@ from cute_kernels.configs import StepConfig
 from replayssm import LayerSpec, ReplaySpec, plan, tuned
 from replayssm.tuned import Choice, Shape, Table, read_table
 from tests.helpers.scripted import ScriptedSteps, launch_of, printed, tabled
-from tuning import commands, doctor
+from tuning import bench, commands, doctor
 from tuning.__main__ import main
 from tuning.bench import Machine
-from tuning.matrix import ALL_MODELS
-from tuning.shapes import ModelShape, lookup
+from tuning.shapes import ModelShape, lookup, released
 from tuning.space import candidates
 from tuning.store import lock, write_json
 
@@ -97,10 +96,14 @@ def test_a_dry_run_needs_no_gpu() -> None:
 
 
 def test_a_dry_run_of_all_layers() -> None:
-    facts = json.loads(run("tune", "--dry-run", "--all", "--batch", "8", "--checkpoint", "fp32,bf16", "--json").output)
-    wanted = {lookup(name, tp=tp).name for layers in ALL_MODELS.values() for name, tp in layers}
-    assert {fact["layer"] for fact in facts} == wanted
-    assert len(facts) == 2 * len(wanted)
+    """Once each, whatever models and shards share it."""
+    words = ("tune", "--dry-run", "--all", "--tp", "1,8", "--batch", "8", "--checkpoint", "fp32,bf16", "--json")
+    facts = json.loads(run(*words).output)
+    layers = {shape.layer: shape.name for shape in reversed(released([1, 8]))}
+    assert len(layers) < len(released([1, 8]))
+    assert [fact["layer"] for fact in facts[::2]] == list(dict.fromkeys(fact["layer"] for fact in facts))
+    assert {fact["layer"] for fact in facts} == set(layers.values())
+    assert len(facts) == 2 * len(layers)
 
 
 def test_a_dry_run_as_json() -> None:
@@ -131,6 +134,15 @@ def test_tuning_fills_the_users_table_and_plans_follow(gpu: ScriptedSteps, confi
     assert [(fact["source"], fact["entry"]["batch"]) for fact in shown] == [("user", 2), ("user", 32), ("user", 32)]
     assert shown[0]["config"] | tabled(BEST) == shown[0]["config"]
     assert "tuned.json: measured at batch 32, 50.00 us" in said(run("show", "--batch", "64", "--window", "4"))
+
+
+def test_tuning_draws_what_it_gained(gpu: ScriptedSteps, config: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="needs matplotlib; pip install '.[plot]' brings it")
+    run("tune", "--batch", "2,32", "--window", "4", "--plot", str(tmp_path / "a.png"))
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    told = run("tune", "--batch", "8", "--window", "4", "--plot", str(tmp_path / "b.png"), code=2)
+    assert "several windows, batches or tokens" in said(told)
+    assert len(next(iter(read_table(config).entries.values()))) == 3  # the table is written before
 
 
 def test_tuning_again_adds_to_the_table(gpu: ScriptedSteps, config: Path) -> None:
@@ -167,6 +179,22 @@ def test_an_interrupted_run_loses_nothing(gpu: ScriptedSteps, config: Path, monk
     gpu.sampled.clear()
     run(*words, "--fresh")
     assert len(gpu.sampled) == whole
+
+
+def test_a_run_that_is_out_of_time_keeps_what_it_has(gpu: ScriptedSteps, config: Path, monkeypatch) -> None:
+    """The table has what is finished, and the same command goes on with the rest."""
+    words, left = ("tune", "--batch", "1,2,4", "--window", "4"), iter([5.0, 0.0, -1.0])
+    with monkeypatch.context() as clock:
+        clock.setattr(bench.Deadline, "left_s", property(lambda deadline: next(left)))
+        told = run(*words, "--time-limit", "15")
+    assert "1 entries written to" in said(told)
+    assert "time limit: 2 jobs are left, and the same command goes on with them" in said(told)
+    assert sorted(next(iter(read_table(config).entries.values()))) == [1]
+    once = len(gpu.sampled)
+    gpu.sampled.clear()
+    assert "3 entries written to" in said(run(*words))
+    assert len(gpu.sampled) == 2 * once
+    assert not config.with_name("tuned.json.journal").exists()
 
 
 def test_a_wrong_candidate_never_wins(gpu: ScriptedSteps, config: Path) -> None:

@@ -17,7 +17,7 @@ from replayssm.pool import Pool
 from replayssm.reference import replay as reference
 from replayssm.reference.recurrence import tokens
 from replayssm.spec import LayerSpec, ReadDtype, ReplaySpec
-from tuning.gate import check_commit, check_step
+from tuning.gate import StepGate, check_commit, check_step
 from tuning.measure import GateFailedError
 from tuning.shapes import ModelShape
 from tuning.workload import Arena, StepWork, arena_bytes, make_inputs, make_pools, make_walking_cursors, make_work
@@ -138,6 +138,23 @@ def writes_the_checkpoint(pool, cursors, inputs, *, cache_indices, out):
 def test_a_wrong_step_is_stopped(step, message: str, kind: str) -> None:
     with pytest.raises(GateFailedError, match=message):
         check_step(work(8, kind), step)
+
+
+@each_layer
+@pytest.mark.parametrize("read", [None, "nvfp4"])
+def test_one_gate_serves_several_steps(read: ReadDtype | None, kind: str) -> None:
+    """Each finds the rows as the first one did, whatever those before have written: also folds, and a wrong step."""
+
+    def spoils(pool, cursors, inputs, *, cache_indices, out):
+        reference.step(pool, cursors, inputs, cache_indices=cache_indices, out=out)
+        for name in ("value", "key", "decay", *pool.state_names):
+            getattr(pool, name).fill_(1)
+
+    gate = StepGate(work(16, kind, replay=ReplaySpec(read_dtype=read)))
+    gate.check(reference.step)
+    with pytest.raises(GateFailedError, match="checkpoint"):
+        gate.check(spoils)
+    gate.check(reference.step)
 
 
 def appends(name: str, record):

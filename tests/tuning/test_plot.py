@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from replayssm import ReplaySpec, bytes_per_slot
+from replayssm.tuned import Choice, Shape, Table
 from tuning.__main__ import main
 from tuning.plot import figure, series
 from tuning.shapes import lookup
@@ -62,6 +63,23 @@ def test_error_against_tokens() -> None:
     assert {name for name, lines in panels.items() if lines} == {"mamba2", "gdn", "kda"}
     told = [(e["tokens"], e["mean"]) for e in entries if (e["recurrence"], e["scheme"]) == ("gdn", "shared nvfp4")]
     assert panels["gdn"]["shared nvfp4, near-one"] == sorted(told) and len(told) > 1
+
+
+def test_what_tuning_gained_against_the_batch(tmp_path: Path) -> None:
+    """Of entries that kept the times of the heuristic and of the worst."""
+    shape = Shape.of(lookup("kimi-k3", tp=8).layer, ReplaySpec(max_draft=4), 4)
+    config = {"split": 1, "warps": 2, "ctas": 1, "fold_values": 32, "heads": 1}
+    choices = {rows: Choice(config, 10.0, heuristic_us=10.0 + rows, worst_us=20.0 + rows) for rows in (1, 32)}
+    choices[8] = Choice(config, 9.0)
+    entries = Table("NVIDIA H200", "sm_90a", "measured", {}, "made for this test", {shape: choices}).to_json()[
+        "entries"
+    ]
+    panels = {name: lines for name, lines in series(entries).items() if lines}
+    line = "kimi-k3@tp8 fp32, T = 4, L = 16"
+    assert panels == {"gained": {line: [(1, 1.1), (32, 4.2)]}, "worst": {line: [(1, 2.1), (32, 5.2)]}}
+    (tmp_path / "t.json").write_text(json.dumps({"schema": 2, "entries": entries}))
+    told = CliRunner().invoke(main, ["report", str(tmp_path / "t.json")])
+    assert told.exit_code == 0 and "| 10.0 / 11.0 / 21.0 | 9.0 | 10.0 / 42.0 / 52.0 |" in told.output
 
 
 @pytest.mark.parametrize(

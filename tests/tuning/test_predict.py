@@ -280,6 +280,9 @@ def test_a_predicted_table_is_made_without_a_gpu(tmp_path: Path, monkeypatch: py
     assert shape.layer == lookup("nemotron-3-nano-4b").layer and choices[8].median_us > 5
     refused = CliRunner().invoke(main, words[:-2])
     assert refused.exit_code == 2 and "--out" in refused.output
+    refused = CliRunner().invoke(main, [*words, "--read", "nvfp4"])
+    assert refused.exit_code == 2 and "steps without a copy" in " ".join(refused.output.split())
+    assert read_table(out) == table
     out.write_text(json.dumps({**json.loads(out.read_text()), "basis": "measured"}))
     mixed = CliRunner().invoke(main, words)
     assert mixed.exit_code == 2 and "measured" in mixed.output

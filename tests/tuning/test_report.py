@@ -8,6 +8,7 @@ entries made here, that of memory, which is computed, as the documents quote it.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from replayssm.spec import LayerSpec, ReplaySpec
+from replayssm.tuned import Shape
 from tuning.__main__ import main
 from tuning.documents import OTHERS, TABLES, records_of, refreshed
 from tuning.report import markdown_table
@@ -96,8 +99,8 @@ def test_documents_quote_the_memory() -> None:
 
 
 def test_tables_are_made_from_the_records_that_a_document_names(tmp_path: Path) -> None:
-    document = ROOT / "docs" / "performance.md"
-    assert refreshed(document) == document.read_text()
+    for document in (ROOT / "docs" / "performance.md", ROOT / "docs" / "tuning.md"):
+        assert refreshed(document) == document.read_text()
     (tmp_path / "r.json").write_text(json.dumps({"entries": json.loads(RECORDS[0].read_text())["entries"]}))
     stale = tmp_path / "d.md"
     stale.write_text("before\n<!-- goals r.json -->\nby hand\n<!-- end -->\nafter\n")
@@ -154,10 +157,43 @@ def test_a_change_shows_what_two_records_have_in_common() -> None:
 
 def test_windows_are_compared_where_there_are_several() -> None:
     paths = [f"records/2026-11-29-h200-qwen3.5-122b{part}.json" for part in ("-window-8", "", "-window-32")]
-    ((layer, state, rows, tokens, averages, best),) = table_of("windows", *paths)
+    ((layer, state, rows, tokens, averages, best, share),) = table_of("windows", *paths)
     assert (state, rows, tokens) == ("fp32", "256", "1") and layer.startswith("qwen3.5-122b")
     by_window = dict(part.split(": ") for part in averages.split(", "))
     assert list(by_window) == ["8", "16", "32"] and best == min(by_window, key=lambda window: float(by_window[window]))
+    assert (best, share) == ("16", "1.000")
+
+
+def test_a_window_of_16_is_best_but_where_the_document_says() -> None:
+    text = (ROOT / "docs" / "tuning.md").read_text()
+    assert "is the best of them but for 8 tokens a step of Super." in text
+    rows = table_of("windows", *re.search("<!-- windows (.*) -->", text)[1].split())
+    assert len(rows) >= 9
+    better = {(row[0].split(",")[0], row[3]): float(row[6]) for row in rows if row[5] != "16"}
+    assert list(better) == [("nemotron-3-super", "8")] and 1 < better["nemotron-3-super", "8"] < 1.05
+
+
+def choice(us: float, **more: Any) -> dict[str, Any]:
+    return {"parameters": {"split": 2, "heads": 1}, "median_us": us, **more}
+
+
+def test_a_tuned_table_shows_what_tuning_gained() -> None:
+    """A choice whose companions were not kept has a time alone; where the heuristic's stayed, it gains nothing."""
+    shape = Shape.of(lookup("kimi-k3", tp=8).layer, ReplaySpec(), 1)
+    other = Shape.of(LayerSpec("gdn", 3, 3, 64, 64), ReplaySpec(max_draft=4, read_dtype="nvfp4"), 4)
+    entries = [
+        {**shape.to_json(), "batches": {"1": choice(6.0, heuristic_us=6.0, worst_us=9.0), "8": choice(10.0)}},
+        {**other.to_json(), "batches": {"32": choice(40.0, heuristic_us=50.0, worst_us=100.0)}},
+    ]
+    summary, _, head, _, first, second, _, _, _, gain = TABLES["tuned"]([{"entries": entries}], []).splitlines()
+    assert summary.startswith("3 entries, 2 of them") and "stayed for 1," in summary
+    assert "by up to 20.0%" in summary and "2.00 times as long in the median, at most 2.50 times" in summary
+    assert head == "| layer | state | L | T | 1 rows | 8 rows | 32 rows |"
+    assert first == "| kimi-k3, 12/12 x 128 x 128 | fp32 | 16 | 1 | 6.0 / 6.0 / 9.0 | 10.0 |  |"
+    assert second == "| gdn, 3/3 x 64 x 64 | fp32+nvfp4 | 16 | 4 |  |  | 40.0 / 50.0 / 100.0 |"
+    assert gain == "| gdn, 3/3 x 64 x 64 | fp32+nvfp4 | 16 | 4 | 32 | split 2, heads 1 | 40.00 | 50.00 | 20.0% |"
+    lone = TABLES["tuned"]([{"entries": [{**shape.to_json(), "batches": {"8": choice(10.0)}}]}], [])
+    assert lone.startswith("1 entries; beside none") and len(lone.splitlines()) == 5
 
 
 def test_resources_are_those_that_begin_so() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from tests.helpers import cases
-from tuning.shapes import MODELS, lookup, names, shard
+from tuning.shapes import MODELS, lookup, names, released, shard
 
 
 def test_rows_are_named_once_in_lower_case_and_carry_a_source() -> None:
@@ -72,6 +72,16 @@ def test_a_shard_never_loses_a_head_or_its_last_group(model) -> None:
         assert part.layer.num_v_heads * tp == model.layer.num_v_heads
         assert part.layer.num_k_heads * tp >= model.layer.num_k_heads
     assert sharded >= 4
+
+
+def test_the_released_shards_are_those_that_the_heads_allow() -> None:
+    """Of 96 key heads 3 devices make shards, of 16 or 8 they make none; whole layers come first."""
+    assert [shape.name for shape in released([1])] == [model.name for model in MODELS]
+    thirds = released([3, 1])[len(MODELS) :]
+    assert [shape.name for shape in thirds] == ["kimi-k3@tp3"]
+    eighths = released([1, 2, 4, 8])
+    assert len(eighths) == 4 * len(MODELS)
+    assert eighths[-1] == lookup(MODELS[-1].name, tp=8)
 
 
 @pytest.mark.parametrize(

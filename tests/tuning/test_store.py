@@ -17,6 +17,14 @@ from tuning.store import BusyError, Journal, lock, write_json
 FACTS = {"device": "a", "versions": {"torch": "1"}}
 
 
+def test_a_file_has_its_innermost_objects_in_one_line(tmp_path: Path) -> None:
+    data = {"a": [{"b": 1, "c": [2, 3]}, {"text": "  }\n{  x"}], "empty": {}, "d": {"e": {"f": "line\n  two"}}}
+    write_json(tmp_path / "data.json", data)
+    text = (tmp_path / "data.json").read_text()
+    assert json.loads(text) == data
+    assert '  { "b": 1, "c": [ 2, 3 ] },\n' in text
+
+
 def test_a_journal_goes_on_where_it_was(tmp_path: Path) -> None:
     path = tmp_path / "made" / "journal"
     first = Journal(path, FACTS)

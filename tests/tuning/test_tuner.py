@@ -6,6 +6,7 @@ that is wrong, one that does not compile and a table of another device each end 
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ import replayssm
 from cute_kernels.arch import ARCHES
 from cute_kernels.configs import StepConfig, StepKey
 from replayssm import LayerSpec, ReplaySpec
-from replayssm.tuned import Choice, Table, read_table
+from replayssm.tuned import SHIPPED, Choice, Table, read_table
 from tests.helpers.scripted import ScriptedSteps, launch_of, printed, tabled
 from tuning import space, tuner
 from tuning.bench import Machine
@@ -55,8 +56,49 @@ def test_the_fastest_right_candidate_is_chosen(shape: ModelShape, tokens: int) -
     assert WHOLE not in steps.sampled
     assert {WHOLE, BEST} <= set(steps.launched)  # it was made and refused
     for job, choice in choices.items():
-        assert choice.median_us == pytest.approx(sum(s * (100 if c.what == "flush" else 50) for c, s in job.cases))
+        mean = sum(share * (100 if case.what == "flush" else 50) for case, share in job.cases)
+        assert choice.median_us == round(mean, 3)
         assert choice.runner_up == tabled(QUARTERS)
+
+
+def test_a_choice_keeps_the_times_of_the_heuristic_and_of_the_worst() -> None:
+    """Also of those that dropped out of the race; a wrong one has no time."""
+    (field,) = fields(32)
+    first = launch_of(field.tried[0].config)
+    steps = ScriptedSteps({BEST: 50.0004, QUARTERS: 140.0, first: 70.0})
+    (choice,) = tune(steps, [field]).values()
+    assert (choice.median_us, choice.heuristic_us, choice.worst_us) == (50.0, 70.0, 140.0)
+    (choice,) = tune(replace(steps, wrong=frozenset({first, QUARTERS})), [field]).values()
+    assert (choice.median_us, choice.heuristic_us, choice.worst_us) == (50.0, None, 100.0)
+
+
+def behind_the_heuristic(table: Table) -> list[str]:
+    """Entries that are slower than the heuristic's choice by more than the spread of their samples, or than the worst
+    candidate at all."""
+    choices = [(shape, rows, choice) for shape, found in table.entries.items() for rows, choice in found.items()]
+    return [
+        f"{shape}, {rows} rows: {choice}"
+        for shape, rows, choice in choices
+        if choice.median_us - (choice.heuristic_us or choice.median_us) > (choice.p90_us or 0) - (choice.p10_us or 0)
+        or choice.median_us > (choice.worst_us or choice.median_us)
+    ]
+
+
+@pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.json")), ids=lambda path: path.stem)
+def test_shipped_tables_are_not_behind_the_heuristic(path: Path) -> None:
+    """Where its time was kept; a table that is, is told."""
+    table = read_table(path)
+    assert behind_the_heuristic(table) == []
+    target = next(iter(table.entries))
+    parameters = next(iter(table.entries[target].values())).parameters
+    for times, number in (
+        ((10.0, 9.9, 10.1, 9.7, 11.0), 1),
+        ((10.0, 9.9, 10.1, 9.9, 11.0), 0),
+        ((9.0, 8.9, 9.1, 9.5, 8.0), 1),
+    ):
+        median, p10, p90, heuristic, worst = times
+        made = Choice(parameters, median, p10, p90, heuristic_us=heuristic, worst_us=worst)
+        assert len(behind_the_heuristic(replace(table, entries={target: {1: made}}))) == number
 
 
 def test_small_batches_weigh_the_steps_and_large_ones_mix_them() -> None:
@@ -150,6 +192,14 @@ def test_kernels_are_compiled_ahead_once_each() -> None:
         assert executor.asked == [launched_key(todo[0].job, c) for c in todo[0].tried]
     assert BEST not in steps.launched
     assert [choice.parameters for choice in choices.values()] == [tabled(QUARTERS)] * 2
+
+
+def test_what_was_not_begun_is_given_up_at_the_end() -> None:
+    """So that a run which is out of time or interrupted ends soon."""
+    with tuner.compilers() as executor:
+        waiting = [executor.submit(time.sleep, 0.1) for _ in range(2000)]
+        waiting[0].result()
+    assert sum(future.cancelled() for future in waiting) > 1000
 
 
 def test_the_key_that_is_compiled_is_the_one_that_a_step_asks_for(monkeypatch) -> None:
