@@ -7,6 +7,12 @@ token; the output is S q alone, without skip or gate. Errors are those of the `S
 steps that do not fold (a step that folds reads a state that is not rounded yet). The state's error is that of the
 stored checkpoint against the float64 state, over all heads, where every record has just been folded.
 
+Schemes of smaller records round what a step has just appended to a ring, once: each record of each head (or group) has
+scales of its own, one in float32 for FP8 and int8; NVFP4 has one a record too, above its block scales. "Values" are x
+of Mamba-2 and u of the delta rules; Kimi Delta Attention alone has decays that are worth it. What they save is counted
+(`tuning.roofline`) against records in bfloat16 with decays in float32, in steps of one token with `LIVE` live records
+of `FLAGSHIPS`, that read an NVFP4 copy and do not fold.
+
 Inputs: q, k, v (C, B, x) are silu of normal numbers, as the convolution before the layer leaves them, rounded to
 bfloat16; gates are normal numbers. The regimes of the decays:
 
@@ -23,6 +29,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +38,9 @@ from torch import Tensor
 from replayssm import GdnInputs, KdaInputs, LayerSpec, Mamba2Inputs, Pool, ReplaySpec, make_cursors, make_pool
 from replayssm.inputs import Inputs
 from replayssm.reference import formats, philox, quant, recurrence, replay
-from replayssm.spec import Recurrence
+from replayssm.spec import READ_FORMATS, ReadDtype, Recurrence
+from tuning.roofline import step_traffic
+from tuning.shapes import lookup
 
 F32, F16, BF16, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
 HEADS, KEY_HEADS, WINDOW, STEP, SAMPLE, CHUNK = 4, 2, 16, 4, 512, 256
@@ -43,6 +52,8 @@ LAYERS: dict[Recurrence, LayerSpec] = {
 REGIMES = ("init", "long", "near-one")
 MEMORY = (16.0, 8192.0)  # tokens
 MAX_TOKENS = 131_072
+LIVE = 8
+FLAGSHIPS: dict[Recurrence, str] = {"mamba2": "nemotron-3-super", "gdn": "qwen3.5-122b-a10b", "kda": "glm-5.3-flash"}
 SPEC = ReplaySpec(WINDOW, STEP, F32, F32)
 Store = Callable[[Pool, int], None]
 
@@ -55,12 +66,14 @@ class Scheme(NamedTuple):
         bits: of a value in the memory that a step reads, scales included, and in the checkpoint, which a fold reads.
         replay: what the pool is made of.
         store: what happens to the pool's states after the fold of that number; for schemes that no spec has.
+        records: how records lie in rings, by the ring's name; float32 where it is not named.
     """
 
     name: str
     bits: tuple[float, float]
     replay: ReplaySpec
     store: Store | None = None
+    records: Mapping[str, ReadDtype] = {}
 
 
 def shared(read_dtype: Any) -> Store:
@@ -103,9 +116,22 @@ def _read(dtype: Any, checkpoint: torch.dtype = F32, **changes: Any) -> ReplaySp
 
 NVFP4 = 4 + 8 / 16 + 32 / (16 * 128)
 ROW_8 = 8 + 32 / 128
+RECORDS: dict[str, dict[str, ReadDtype]] = {
+    "bf16 records": {"value": BF16, "key": BF16},
+    "bf16 values": {"value": BF16},
+    "fp16 values": {"value": F16},
+    "int8 values": {"value": torch.int8},
+    "fp8 values": {"value": FP8},
+    "nvfp4 values": {"value": "nvfp4"},
+    "int8 keys": {"key": torch.int8},
+    "fp8 keys": {"key": FP8},
+    "int8 records": {"value": torch.int8, "key": torch.int8},
+    "bf16 decays": {"decay": BF16},
+    "fp8 decays": {"decay": FP8},
+    "int8 records, fp8 decays": {"value": torch.int8, "key": torch.int8, "decay": FP8},
+}
 SCHEMES = (
     Scheme("fp32", (32, 32), SPEC),
-    Scheme("fp32, bf16 records", (32, 32), replace(SPEC, activation_dtype=BF16)),
     Scheme("fp16", (16, 16), replace(SPEC, checkpoint_dtype=F16)),
     Scheme("fp16 SR", (16, 16), replace(SPEC, checkpoint_dtype=F16, rounding="stochastic")),
     Scheme("bf16", (16, 16), replace(SPEC, checkpoint_dtype=BF16)),
@@ -124,7 +150,11 @@ SCHEMES = (
     Scheme("fp32 + nvfp4 read, two axes", (NVFP4 + 32 / 128, 32), _read(F16), two_axes),
     Scheme("fp16 SR + nvfp4 read", (NVFP4, 16), _read("nvfp4", F16, rounding="stochastic")),
     Scheme("bf16 SR + nvfp4 read", (NVFP4, 16), _read("nvfp4", BF16, rounding="stochastic")),
-    Scheme("fp32 + nvfp4 read, bf16 records", (NVFP4, 32), _read("nvfp4", activation_dtype=BF16)),
+    *(
+        Scheme(f"{state}, {name}", bits, spec, records=records)
+        for state, bits, spec in (("fp32", (32.0, 32.0), SPEC), ("fp32 + nvfp4 read", (NVFP4, 32.0), _read("nvfp4")))
+        for name, records in RECORDS.items()
+    ),
 )
 
 
@@ -174,10 +204,10 @@ def draw(kind: Recurrence, regime: str, tokens: int, generator: torch.Generator)
     return KdaInputs(q, k, v, normal(HEADS, layer.d_state), gate, **given)
 
 
-def _tokens(inputs: Any, first: int, last: int, dtype: torch.dtype = F32) -> Any:
-    """Some tokens of a row; what is projected in `dtype`."""
+def _tokens(inputs: Any, first: int, last: int) -> Any:
+    """Some tokens of a row."""
     cut = {name: t[:, first:last] for name, t in inputs._asdict().items() if isinstance(t, Tensor) and t.dim() > 2}
-    return inputs._replace(**{n: t.to(dtype) if n in ("x", "B", "C", "q", "k", "v") else t for n, t in cut.items()})
+    return inputs._replace(**cut)
 
 
 class Run:
@@ -191,10 +221,15 @@ class Run:
         """Outputs of `STEP` tokens, and whether they come from a folded state."""
         value = inputs.x if isinstance(inputs, Mamba2Inputs) else inputs.v
         row, out = torch.zeros(1, dtype=torch.int64), torch.zeros(value.shape, dtype=F32)
-        folds = int(self.cursors.num_committed[0]) + STEP > WINDOW
+        live = int(self.cursors.num_committed[0])
+        folds = live + STEP > WINDOW
         replay.step(self.pool, self.cursors, inputs, cache_indices=row, out=out)
         if folds and self.scheme.store is not None:
             self.scheme.store(self.pool, self.folds)
+        appended = (int(self.cursors.ring_start[0]) + live + torch.arange(STEP)) % SPEC.ring_capacity
+        for name, form in self.scheme.records.items():
+            ring = getattr(self.pool, name)
+            ring[:, :, appended] = rounded_records(ring[:, :, appended], form)
         self.folds += folds
         replay.commit(self.cursors, cache_indices=row, num_draft=STEP)
         return out, folds
@@ -203,6 +238,28 @@ class Run:
         """The state that the checkpoint will be with all records, rounded as a fold rounds it."""
         slot, count = torch.zeros(1, dtype=torch.int64), self.cursors.num_committed.long()
         return replay.fold(self.pool, self.cursors, slot, count, A=A, dtype=F32)
+
+
+def rounded_records(records: Tensor, form: ReadDtype) -> Tensor:
+    """Records [..., n], each with scales of its own."""
+    return quant.decode(quant.encode(records[..., None, :], form), form).squeeze(-2)
+
+
+def saved_share(kind: Recurrence, records: Mapping[str, ReadDtype]) -> float:
+    """What such records save of the bytes of a step of the flagship: of those it reads, and of the one it appends."""
+    layer, saved_bits = lookup(FLAGSHIPS[kind]).layer, 0.0
+    step = step_traffic(layer, ReplaySpec(read_dtype="nvfp4"), rows=1, live_records=LIVE)
+    vectors = {
+        "value": (layer.num_v_heads, layer.head_dim, 16),
+        "key": (layer.num_k_heads, layer.d_state, 16),
+        "decay": (layer.num_v_heads, layer.d_state, 32),
+    }
+    for name, dtype in records.items():
+        heads, values, bits = vectors[name]
+        form = READ_FORMATS[dtype]
+        scales = 32 * (form.row_scale or form.tile_rows > 0) + (8 * values / form.block if form.block else 0)
+        saved_bits += heads * (values * (bits - form.bits) - scales)
+    return (LIVE + 1) * saved_bits / 8 / step.total_bytes
 
 
 def study(
@@ -219,7 +276,7 @@ def study(
         say: is told how far the run is.
     """
     layer, generator = LAYERS[kind], torch.Generator().manual_seed(0)
-    runs = [Run(scheme, layer) for scheme in schemes]
+    runs = [Run(scheme, layer) for scheme in schemes if layer.decays_per_channel or "decay" not in scheme.records]
     exact = torch.zeros(1, HEADS, layer.head_dim, layer.d_state, dtype=torch.float64)
     errors: list[list[Tensor]] = [[] for _ in runs]
     began = time.perf_counter()
@@ -229,7 +286,7 @@ def study(
         due = next(length for length in lengths if length > first)
         for run, found in zip(runs, errors, strict=True):
             for at in range(0, CHUNK, STEP):
-                out, folded = run.step(_tokens(inputs, at, at + STEP, run.scheme.replay.activation_dtype))
+                out, folded = run.step(_tokens(inputs, at, at + STEP))
                 if not folded and first + at >= due - SAMPLE:
                     found.append(relative(out, want[:, at : at + STEP], 1))
         if first + CHUNK < due:
@@ -259,28 +316,41 @@ def entry(kind: Recurrence, regime: str, scheme: Scheme, tokens: int, errors: Te
         "mean": float(f"{float(errors.mean()):.4g}"),
         "p99": float(f"{float(errors.flatten().double().quantile(0.99)):.4g}"),
         "state_error": float(f"{state:.4g}"),
+        **({"saves": float(f"{saved_share(kind, scheme.records):.4g}")} if scheme.records else {}),
     }
 
 
-def precision_tables(entries: Iterable[Mapping[str, Any]]) -> str:
-    """Markdown, errors in percent: for each length the schemes by recurrence and regime, mean / 99th percentile; for
-    more than two lengths one table of the means."""
+def precision_tables(entries: Iterable[Mapping[str, Any]], words: Sequence[str] = ("states", "records")) -> str:
+    """Markdown, errors in percent: for more than two lengths one table of the means; else for each length the schemes
+    by recurrence and regime, those of states with mean / 99th percentile, those of records with outputs / state."""
     found = list(entries)
     lengths = sorted({one["tokens"] for one in found})
     if len(lengths) > 2:
         return _by_length(found, lengths)
-    return "\n\n".join(_at_length(found, tokens) for tokens in lengths)
+    parts = ([one for one in found if (one["tokens"], kind_of(one)) == part] for part in product(lengths, words))
+    return "\n\n".join(_at_length(part) for part in parts if part)
 
 
-def _at_length(entries: Sequence[Mapping[str, Any]], tokens: int) -> str:
-    at = {(one["scheme"], one["recurrence"], one["regime"]): one for one in entries if one["tokens"] == tokens}
+def kind_of(entry: Mapping[str, Any]) -> str:
+    """Whether an entry is of a scheme of "states" or of "records"."""
+    return "records" if "saves" in entry else "states"
+
+
+def _at_length(entries: Sequence[Mapping[str, Any]]) -> str:
+    at = {(one["scheme"], one["recurrence"], one["regime"]): one for one in entries}
     columns = list(dict.fromkeys(key[1:] for key in at))
-    lines = [f"| {tokens} tokens | bits read | " + " | ".join(map(" ".join, columns)) + " |"]
+    about, other = ("saves", "state_error") if kind_of(entries[0]) == "records" else ("bits read", "p99")
+    lines = [f"| {entries[0]['tokens']} tokens | {about} | " + " | ".join(map(" ".join, columns)) + " |"]
     lines.append("|---|---|" + "---|" * len(columns))
-    for name, bits in dict.fromkeys((one["scheme"], one["bits_read"]) for one in at.values()):
+    for name in dict.fromkeys(key[0] for key in at):
         row = [at.get((name, *column)) for column in columns]
-        texts = ["" if one is None else f"{_percent(one['mean'])} / {_percent(one['p99'])}" for one in row]
-        lines.append(f"| {name} | {bits:g} | " + " | ".join(texts) + " |")
+        texts = ["" if one is None else f"{_percent(one['mean'])} / {_percent(one[other])}" for one in row]
+        if about == "saves":
+            saves = {one["recurrence"]: f"{100 * one['saves']:.1f}" for one in row if one is not None}
+            head = " / ".join(saves.values())
+        else:
+            head = f"{next(one for one in row if one is not None)['bits_read']:g}"
+        lines.append(f"| {name} | {head} | " + " | ".join(texts) + " |")
     return "\n".join(lines)
 
 

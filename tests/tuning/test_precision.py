@@ -2,7 +2,8 @@
 
 512 tokens of the regime without forgetting are enough for every order that is claimed: float32 is exact, a read copy
 errs less than a state that is stored like it, and for Mamba-2, whose records are inputs, it leaves the state exact.
-Bits of a scheme are compared with the bytes of its pool.
+Bits of a scheme are compared with the bytes of its pool, records that the study rounds with those of pools that hold
+such dtypes, and what they save with traffic of the specs that can say it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,29 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from replayssm import bytes_per_slot
+from replayssm import ReplaySpec, bytes_per_slot
 from replayssm.reference import recurrence
 from replayssm.spec import RECURRENCES, Recurrence
 from tuning.__main__ import main
-from tuning.precision import LAYERS, MEMORY, REGIMES, SCHEMES, draw, precision_tables, relative, study
+from tuning.precision import (
+    FLAGSHIPS,
+    LAYERS,
+    MEMORY,
+    RECORDS,
+    REGIMES,
+    SCHEMES,
+    SPEC,
+    Scheme,
+    draw,
+    precision_tables,
+    relative,
+    saved_share,
+    study,
+)
+from tuning.roofline import step_traffic
+from tuning.shapes import lookup
 
+BF16 = torch.bfloat16
 BY_NAME = {scheme.name: scheme for scheme in SCHEMES}
 DELTA = ("fp32", "fp32, bf16 records", "shared int8", "fp32 + int8 read")
 
@@ -70,6 +89,43 @@ def test_delta_rules_suffer_from_shared_int8_and_from_16_bit_records() -> None:
     assert found["fp32, bf16 records"]["mean"] > 100 * found["fp32"]["mean"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "changes"),
+    [("gdn", "bf16 records", {"activation_dtype": BF16}), ("kda", "bf16 decays", {"decay_dtype": BF16})],
+)
+def test_rounded_records_are_those_of_a_pool_that_holds_them(kind: Recurrence, name: str, changes: Any) -> None:
+    spec = Scheme(f"fp32, {name}", (32, 32), replace(SPEC, **changes))
+    mine, theirs, exact = study(kind, "long", [512], [BY_NAME[spec.name], spec, BY_NAME["fp32"]])
+    assert {**mine, "saves": None} == {**theirs, "saves": None}
+    assert mine["mean"] > 30 * exact["mean"]  # teeth
+
+
+@pytest.mark.parametrize("kind", RECURRENCES)
+def test_smaller_records_err_by_their_codes(kind: Recurrence) -> None:
+    """The steps of int8 are finer than those of FP8 but for numbers far below a record's largest; keys as values. What
+    a record lost the state has lost: it errs as the outputs do, where it is not rounded itself."""
+    names = ("int8 values", "fp8 values", "nvfp4 values", "fp8 keys", "int8 records")
+    found = errors(kind, *(f"fp32, {name}" for name in names))
+    int8, fp8, nvfp4, keys, both = (found[f"fp32, {name}"] for name in names)
+    assert 1e-3 < int8["mean"] < fp8["mean"] / 2 and fp8["mean"] < nvfp4["mean"] / 2 < 0.1
+    assert keys["mean"] > 1.5 * int8["mean"] and int8["mean"] < both["mean"] < 2 * int8["mean"]
+    assert all(0.5 < one["state_error"] / one["mean"] < 2.5 for one in found.values())
+
+
+def test_what_records_save_is_counted() -> None:
+    """By hand where no spec says it: 128 heads of 64 values that lose a byte each and get a scale of 4."""
+    super_, glm = (lookup(FLAGSHIPS[kind]).layer for kind in ("mamba2", "kda"))
+    copy = ReplaySpec(read_dtype="nvfp4")
+    total = step_traffic(super_, copy, rows=1, live_records=8).total_bytes
+    assert saved_share("mamba2", RECORDS["int8 values"]) == 9 * 128 * (64 - 4) / total
+    assert saved_share("mamba2", RECORDS["nvfp4 values"]) == 9 * 128 * (128 - 32 - 4 - 4) / total
+    wide, narrow = (
+        step_traffic(glm, spec, rows=1, live_records=8).total_bytes for spec in (copy, replace(copy, decay_dtype=BF16))
+    )
+    assert saved_share("kda", RECORDS["bf16 decays"]) == pytest.approx(1 - narrow / wide)
+    assert saved_share("gdn", RECORDS["bf16 records"]) == 0
+
+
 def test_errors_are_relative_norms() -> None:
     exact = torch.tensor([[3.0, 4.0], [0.0, 2.0]], dtype=torch.float64)
     assert relative(exact + torch.tensor([[0.0, 0.5], [0.0, 0.0]]), exact, 1).tolist() == [0.1, 0.0]
@@ -95,3 +151,13 @@ def test_the_command_writes_a_record_and_prints_its_table(tmp_path: Path) -> Non
     assert [entry["scheme"] for entry in record["entries"]] == ["fp16"] and "float64" in record["protocol"]
     assert precision_tables(record["entries"]) in result.output and "| fp16 | 16 |" in result.output
     assert CliRunner().invoke(main, [*words[:-1], "513"]).exit_code == 2
+
+
+def test_records_have_a_table_of_their_own() -> None:
+    found = [*study("kda", "init", [512], [BY_NAME["fp32"], BY_NAME["fp32, fp8 decays"]])]
+    states, records = precision_tables(found).split("\n\n")
+    assert (precision_tables(found, ["states"]), precision_tables(found, ["records"])) == (states, records)
+    head, _, row = records.splitlines()
+    assert head == "| 512 tokens | saves | kda init |"
+    mean, state = (f"{100 * found[1][name]:.2g}" for name in ("mean", "state_error"))
+    assert row == f"| fp32, fp8 decays | {100 * found[1]['saves']:.1f} | {mean} / {state} |"
