@@ -23,6 +23,7 @@ from replayssm import ReplaySpec, bytes_per_slot
 from replayssm.reference import recurrence
 from replayssm.spec import RECURRENCES, Recurrence
 from tuning.__main__ import main
+from tuning.documents import refreshed
 from tuning.precision import (
     FLAGSHIPS,
     LAYERS,
@@ -161,3 +162,68 @@ def test_records_have_a_table_of_their_own() -> None:
     assert head == "| 512 tokens | saves | kda init |"
     mean, state = (f"{100 * found[1][name]:.2g}" for name in ("mean", "state_error"))
     assert row == f"| fp32, fp8 decays | {100 * found[1]['saves']:.1f} | {mean} / {state} |"
+
+
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "precision.md"
+MEANS = {
+    (entry["scheme"], entry["recurrence"], entry["regime"]): entry["mean"]
+    for entry in json.loads((DOCUMENT.parent / "records" / "2026-11-30-cpu-precision-2048.json").read_text())["entries"]
+}
+COLUMNS = [key[1:] for key in MEANS if key[0] == "fp32" and key[1:] != ("gdn", "init")]  # which looks exact
+COPY = "fp32 + nvfp4 read"
+
+
+def spread(name: str, beside: str | None = None, columns: Any = COLUMNS) -> tuple[float, float]:
+    """The least and the largest mean error of a scheme in percent, or how many times that of another it is."""
+    found = [MEANS[(name, *column)] / (MEANS[(beside, *column)] if beside else 0.01) for column in columns]
+    return min(found), max(found)
+
+
+def test_the_document_is_made_from_its_records() -> None:
+    assert refreshed(DOCUMENT) == DOCUMENT.read_text()
+
+
+@pytest.mark.parametrize(
+    "name", ["fp16", "fp32 + bf16 read", "fp32 + int8 read", COPY, "shared nvfp4", "fp32, int8 records"]
+)
+def test_the_prose_quotes_the_record(name: str) -> None:
+    low, high = spread(name)
+    assert f" {low:.2g} to {high:.2g} %" in DOCUMENT.read_text()
+
+
+@pytest.mark.parametrize("name", ["bf16 records", "bf16 values", "fp16 values"])
+def test_the_prose_quotes_the_record_of_delta_rules(name: str) -> None:
+    low, high = spread(f"fp32, {name}", columns=[one for one in COLUMNS if one[0] != "mamba2"])
+    assert f"{low:.2g} to {high:.2g} %" in DOCUMENT.read_text()
+
+
+def test_the_prose_quotes_the_record_of_lengths() -> None:
+    """The most that a copy errs; what nearest and stochastic rounding err in the end, where nothing is forgotten."""
+    record = json.loads((DOCUMENT.parent / "records" / "2026-11-30-cpu-precision-near-one.json").read_text())
+    text, found = DOCUMENT.read_text(), record["entries"]
+    assert f"at most {100 * max(one['mean'] for one in found if one['scheme'] == COPY):.2g} %" in text
+    last = {
+        one["scheme"]: 100 * one["mean"] for one in found if one["tokens"] == 131_072 and one["recurrence"] == "mamba2"
+    }
+    for name, known in (("shared fp8", "shared\n  FP8"), ("bf16", "bf16"), ("fp16", "float16")):
+        assert f"{last[name]:.2g} and {last[name + ' SR']:.2g} % ({known})" in text
+
+
+def test_the_prose_quotes_ratios_of_the_record() -> None:
+    text = DOCUMENT.read_text()
+    low, high = spread(COPY, f"{COPY}, amax")
+    assert f"| {low:.2f} to {high:.2f} |" in text
+    low, high = spread("shared nvfp4", COPY, [one for one in COLUMNS if one[1] != "init"])
+    assert f"{low:.2g} to {high:.2g} times as much where memory is long" in text
+    parts = {f"fp32 + {form} read": "fp32 + int8 read" for form in ("fp8", "mxfp8")}
+    low, high = (f([spread(*pair)[i] for pair in parts.items()]) for i, f in enumerate((min, max)))
+    assert f"FP8 and MXFP8 err {low:.0f} to {high:.0f} times as much" in text
+    parts = {f"fp32, fp8 {what}": f"fp32, int8 {what}" for what in ("values", "keys")}
+    low, high = (f([spread(*pair)[i] for pair in parts.items()]) for i, f in enumerate((min, max)))
+    assert f"errs {low:.1f} to {high:.1f} times as much" in text
+    low, high = spread(f"{COPY}, int8 records", COPY)
+    assert f"add {100 * low - 100:.1f} to {100 * high - 100:.0f} % to its error" in text
+    low, high = spread(f"{COPY}, nvfp4 values", COPY)
+    assert f"the error is {low:.1f} to {high:.1f} times that of the copy" in text
+    low, high = spread(f"{COPY}, fp8 decays", COPY, [one for one in COLUMNS if one[0] == "kda"])
+    assert 0.998 < low < high < 1.002
