@@ -5,7 +5,7 @@ through the torch twin of each scheme, in float32 arithmetic. Records are float3
 so that what differs is how the state is stored. An error is |y - exact| / |exact| over the channels of one head at one
 token; the output is S q alone, without skip or gate. Errors are those of the `SAMPLE` tokens before each length, in
 steps that do not fold (a step that folds reads a state that is not rounded yet). The state's error is that of the
-stored checkpoint against the float64 state, over all heads, where every record has just been folded.
+checkpoint with its records folded, before it is rounded, against the float64 state, over all heads.
 
 Schemes of smaller records round what a step has just appended to a ring, once: each record of each head (or group) has
 scales of its own, one in float32 for FP8 and int8; NVFP4 has one a record too, above its block scales. "Values" are x
@@ -37,7 +37,8 @@ from torch import Tensor
 
 from replayssm import GdnInputs, KdaInputs, LayerSpec, Mamba2Inputs, Pool, ReplaySpec, make_cursors, make_pool
 from replayssm.inputs import Inputs
-from replayssm.reference import formats, philox, quant, recurrence, replay
+from replayssm.pool import record_shapes
+from replayssm.reference import formats, philox, quant, recurrence, replay, storage
 from replayssm.spec import READ_FORMATS, ReadDtype, Recurrence
 from tuning.roofline import step_traffic
 from tuning.shapes import lookup
@@ -64,8 +65,8 @@ class Scheme(NamedTuple):
     Args:
         name: as the tables call it.
         bits: of a value in the memory that a step reads, scales included, and in the checkpoint, which a fold reads.
-        replay: what the pool is made of.
-        store: what happens to the pool's states after the fold of that number; for schemes that no spec has.
+        replay: what the pool is made of; schemes that agree in it run together, a slot each.
+        store: what becomes of the checkpoint, held in float32, and of its copy after the fold of that number.
         records: how records lie in rings, by the ring's name; float32 where it is not named.
     """
 
@@ -77,10 +78,21 @@ class Scheme(NamedTuple):
 
 
 def shared(read_dtype: Any) -> Store:
-    """The checkpoint itself is stored as a read copy would be."""
+    """The checkpoint itself is stored as a read copy would be; in 16 bits as a checkpoint of that dtype."""
 
     def store(pool: Pool, fold: int) -> None:
         pool.checkpoint.copy_(quant.decode(quant.encode(pool.checkpoint, read_dtype), read_dtype))
+
+    return store
+
+
+def stochastic(dtype: torch.dtype) -> Store:
+    """The checkpoint is of a 16-bit dtype, rounded stochastically, and its copy is made from that."""
+
+    def store(pool: Pool, fold: int) -> None:
+        slot = torch.zeros(1, dtype=torch.int64)
+        pool.checkpoint.copy_(storage.round_state(pool.checkpoint, dtype, slot, torch.tensor([fold])))
+        storage.write_copy(pool, slot)
 
     return store
 
@@ -110,8 +122,8 @@ def two_axes(pool: Pool, fold: int) -> None:
     pool.read_codes.copy_(quant.decode(quant.encode(pool.checkpoint / columns, "nvfp4"), "nvfp4") * columns)
 
 
-def _read(dtype: Any, checkpoint: torch.dtype = F32, **changes: Any) -> ReplaySpec:
-    return replace(SPEC, checkpoint_dtype=checkpoint, read_dtype=dtype, **changes)
+def _read(dtype: Any) -> ReplaySpec:
+    return replace(SPEC, read_dtype=dtype)
 
 
 NVFP4 = 4 + 8 / 16 + 32 / (16 * 128)
@@ -132,10 +144,10 @@ RECORDS: dict[str, dict[str, ReadDtype]] = {
 }
 SCHEMES = (
     Scheme("fp32", (32, 32), SPEC),
-    Scheme("fp16", (16, 16), replace(SPEC, checkpoint_dtype=F16)),
-    Scheme("fp16 SR", (16, 16), replace(SPEC, checkpoint_dtype=F16, rounding="stochastic")),
-    Scheme("bf16", (16, 16), replace(SPEC, checkpoint_dtype=BF16)),
-    Scheme("bf16 SR", (16, 16), replace(SPEC, checkpoint_dtype=BF16, rounding="stochastic")),
+    Scheme("fp16", (16, 16), SPEC, shared(F16)),
+    Scheme("fp16 SR", (16, 16), SPEC, stochastic(F16)),
+    Scheme("bf16", (16, 16), SPEC, shared(BF16)),
+    Scheme("bf16 SR", (16, 16), SPEC, stochastic(BF16)),
     Scheme("shared int8", (ROW_8, ROW_8), SPEC, shared(torch.int8)),
     Scheme("shared int8 SR", (ROW_8, ROW_8), SPEC, shared_stochastic("int8", formats.INT8_MAX)),
     Scheme("shared fp8", (ROW_8, ROW_8), SPEC, shared(FP8)),
@@ -148,8 +160,8 @@ SCHEMES = (
     Scheme("fp32 + nvfp4 read, amax", (NVFP4, 32), _read("nvfp4"), plain_scales),
     Scheme("fp32 + nvfp4 read", (NVFP4, 32), _read("nvfp4")),
     Scheme("fp32 + nvfp4 read, two axes", (NVFP4 + 32 / 128, 32), _read(F16), two_axes),
-    Scheme("fp16 SR + nvfp4 read", (NVFP4, 16), _read("nvfp4", F16, rounding="stochastic")),
-    Scheme("bf16 SR + nvfp4 read", (NVFP4, 16), _read("nvfp4", BF16, rounding="stochastic")),
+    Scheme("fp16 SR + nvfp4 read", (NVFP4, 16), _read("nvfp4"), stochastic(F16)),
+    Scheme("bf16 SR + nvfp4 read", (NVFP4, 16), _read("nvfp4"), stochastic(BF16)),
     *(
         Scheme(f"{state}, {name}", bits, spec, records=records)
         for state, bits, spec in (("fp32", (32.0, 32.0), SPEC), ("fp32 + nvfp4 read", (NVFP4, 32.0), _read("nvfp4")))
@@ -204,40 +216,43 @@ def draw(kind: Recurrence, regime: str, tokens: int, generator: torch.Generator)
     return KdaInputs(q, k, v, normal(HEADS, layer.d_state), gate, **given)
 
 
-def _tokens(inputs: Any, first: int, last: int) -> Any:
-    """Some tokens of a row."""
+def _tokens(inputs: Any, first: int, last: int, rows: int) -> Any:
+    """Some tokens, the same for each of so many rows."""
     cut = {name: t[:, first:last] for name, t in inputs._asdict().items() if isinstance(t, Tensor) and t.dim() > 2}
-    return inputs._replace(**cut)
+    return inputs._replace(**{name: t.expand(rows, *t.shape[1:]) for name, t in cut.items()})
 
 
 class Run:
-    """One scheme on its way through the tokens."""
+    """Schemes with one spec on their way through the tokens."""
 
-    def __init__(self, scheme: Scheme, layer: LayerSpec) -> None:
-        self.scheme, self.folds = scheme, 0
-        self.pool, self.cursors = make_pool(layer, scheme.replay, 1), make_cursors(scheme.replay, 1)
+    def __init__(self, schemes: Sequence[Scheme], layer: LayerSpec) -> None:
+        spec, count = schemes[0].replay, len(schemes)
+        self.schemes, self.folds, self.slots = schemes, 0, torch.arange(count)
+        self.pool, self.cursors = make_pool(layer, spec, count), make_cursors(spec, count)
+        parts = dict(zip(record_shapes(layer, spec), self.pool.tensors, strict=True))
+        self.pools = [Pool(layer, spec, **{name: t[i : i + 1] for name, t in parts.items()}) for i in range(count)]
 
     def step(self, inputs: Any) -> tuple[Tensor, bool]:
-        """Outputs of `STEP` tokens, and whether they come from a folded state."""
+        """Outputs of `STEP` tokens, [schemes, STEP, HV, V], and whether they come from folded states."""
         value = inputs.x if isinstance(inputs, Mamba2Inputs) else inputs.v
-        row, out = torch.zeros(1, dtype=torch.int64), torch.zeros(value.shape, dtype=F32)
+        out = torch.zeros(value.shape, dtype=F32)
         live = int(self.cursors.num_committed[0])
         folds = live + STEP > WINDOW
-        replay.step(self.pool, self.cursors, inputs, cache_indices=row, out=out)
-        if folds and self.scheme.store is not None:
-            self.scheme.store(self.pool, self.folds)
+        replay.step(self.pool, self.cursors, inputs, cache_indices=self.slots, out=out)
         appended = (int(self.cursors.ring_start[0]) + live + torch.arange(STEP)) % SPEC.ring_capacity
-        for name, form in self.scheme.records.items():
-            ring = getattr(self.pool, name)
-            ring[:, :, appended] = rounded_records(ring[:, :, appended], form)
+        for scheme, pool in zip(self.schemes, self.pools, strict=True):
+            if folds and scheme.store is not None:
+                scheme.store(pool, self.folds)
+            for name, form in scheme.records.items():
+                ring = getattr(pool, name)
+                ring[:, :, appended] = rounded_records(ring[:, :, appended], form)
         self.folds += folds
-        replay.commit(self.cursors, cache_indices=row, num_draft=STEP)
+        replay.commit(self.cursors, cache_indices=self.slots, num_draft=STEP)
         return out, folds
 
-    def state(self, A: Tensor | None) -> Tensor:
-        """The state that the checkpoint will be with all records, rounded as a fold rounds it."""
-        slot, count = torch.zeros(1, dtype=torch.int64), self.cursors.num_committed.long()
-        return replay.fold(self.pool, self.cursors, slot, count, A=A, dtype=F32)
+    def states(self, A: Tensor | None) -> Tensor:
+        """The states that the checkpoints will be with all records, not rounded."""
+        return replay.fold(self.pool, self.cursors, self.slots, self.cursors.num_committed.long(), A=A, dtype=F32)
 
 
 def rounded_records(records: Tensor, form: ReadDtype) -> Tensor:
@@ -276,7 +291,9 @@ def study(
         say: is told how far the run is.
     """
     layer, generator = LAYERS[kind], torch.Generator().manual_seed(0)
-    runs = [Run(scheme, layer) for scheme in schemes if layer.decays_per_channel or "decay" not in scheme.records]
+    schemes = [scheme for scheme in schemes if layer.decays_per_channel or "decay" not in scheme.records]
+    specs = dict.fromkeys(scheme.replay for scheme in schemes)
+    runs = [Run([scheme for scheme in schemes if scheme.replay == spec], layer) for spec in specs]
     exact = torch.zeros(1, HEADS, layer.head_dim, layer.d_state, dtype=torch.float64)
     errors: list[list[Tensor]] = [[] for _ in runs]
     began = time.perf_counter()
@@ -286,15 +303,18 @@ def study(
         due = next(length for length in lengths if length > first)
         for run, found in zip(runs, errors, strict=True):
             for at in range(0, CHUNK, STEP):
-                out, folded = run.step(_tokens(inputs, at, at + STEP))
+                out, folded = run.step(_tokens(inputs, at, at + STEP, len(run.schemes)))
                 if not folded and first + at >= due - SAMPLE:
                     found.append(relative(out, want[:, at : at + STEP], 1))
         if first + CHUNK < due:
             continue
+        entries = {}
         for run, found in zip(runs, errors, strict=True):
-            state = relative(run.state(getattr(inputs, "A", None)), exact, 4)
-            yield entry(kind, regime, run.scheme, due, torch.cat(found, 1), float(state))
+            states = relative(run.states(getattr(inputs, "A", None)), exact, 3)
+            for scheme, outputs, state in zip(run.schemes, torch.cat(found, 1), states, strict=True):
+                entries[scheme.name] = entry(kind, regime, scheme, due, outputs, float(state))
             found.clear()
+        yield from (entries[scheme.name] for scheme in schemes)
         say(f"{kind} {regime}: {due} tokens, {time.perf_counter() - began:.0f} s")
 
 
