@@ -192,7 +192,15 @@ def test_the_document_is_made_from_its_records() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["fp16", "fp32 + bf16 read", "fp32 + int8 read", COPY, "shared nvfp4", "fp32, int8 records"]
+    "name",
+    [
+        "fp16",
+        "fp32 + bf16 read",
+        "fp32 + int8 read",
+        COPY,
+        *(f"shared {form}" for form in ("int8", "fp8", "nvfp4")),
+        "fp32, int8 records",
+    ],
 )
 def test_the_prose_quotes_the_record(name: str) -> None:
     low, high = spread(name)
@@ -235,3 +243,6 @@ def test_the_prose_quotes_ratios_of_the_record() -> None:
     assert f"the error is {low:.1f} to {high:.1f} times that of the copy" in text
     low, high = spread(f"{COPY}, fp8 decays", COPY, [one for one in COLUMNS if one[0] == "kda"])
     assert 0.998 < low < high < 1.002
+    for form in ("fp8", "bf16"):
+        _, most = spread(f"fp32, {form} decays", columns=[one for one in COLUMNS if one[0] == "kda"])
+        assert f"cost at most {most:.2g} %" in text
