@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tuning.matrix import replay_of, state_name
-from tuning.precision import precision_tables
+from tuning.precision import KINDS, precision_tables
 from tuning.prediction import prediction_table, summary_table
 from tuning.report import goals_table, layer_name, line, markdown_table, steps_of, time_of, windows_table
 
@@ -129,7 +129,7 @@ TABLES: dict[str, Make] = {
     "change": change_table,
     "peers": peers_table,
     "resources": resources_table,
-    "precision": lambda records, words: precision_tables(_entries(records), *[words] * bool(words)),
+    "precision": lambda records, words: precision_tables(_entries(records), words or KINDS),
 }
 MADE = re.compile(r"<!-- ([\w-]+) ((?:\S+ )+)-->\n.*?<!-- end -->", re.DOTALL)
 

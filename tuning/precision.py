@@ -50,6 +50,7 @@ LAYERS: dict[Recurrence, LayerSpec] = {
     "gdn": LayerSpec("gdn", HEADS, KEY_HEADS, 128, 128),
     "kda": LayerSpec("kda", HEADS, HEADS, 128, 128),
 }
+KINDS = ("states", "records")  # of schemes: what is stored in other ways
 REGIMES = ("init", "long", "near-one")
 MEMORY = (16.0, 8192.0)  # tokens
 MAX_TOKENS = 131_072
@@ -340,20 +341,20 @@ def entry(kind: Recurrence, regime: str, scheme: Scheme, tokens: int, errors: Te
     }
 
 
-def precision_tables(entries: Iterable[Mapping[str, Any]], words: Sequence[str] = ("states", "records")) -> str:
+def precision_tables(entries: Iterable[Mapping[str, Any]], kinds: Sequence[str] = KINDS) -> str:
     """Markdown, errors in percent: for more than two lengths one table of the means; else for each length the schemes
     by recurrence and regime, those of states with mean / 99th percentile, those of records with outputs / state."""
     found = list(entries)
     lengths = sorted({one["tokens"] for one in found})
     if len(lengths) > 2:
         return _by_length(found, lengths)
-    parts = ([one for one in found if (one["tokens"], kind_of(one)) == part] for part in product(lengths, words))
+    parts = ([one for one in found if (one["tokens"], kind_of(one)) == part] for part in product(lengths, kinds))
     return "\n\n".join(_at_length(part) for part in parts if part)
 
 
 def kind_of(entry: Mapping[str, Any]) -> str:
-    """Whether an entry is of a scheme of "states" or of "records"."""
-    return "records" if "saves" in entry else "states"
+    """Which of `KINDS` the scheme of an entry is of."""
+    return KINDS["saves" in entry]
 
 
 def _at_length(entries: Sequence[Mapping[str, Any]]) -> str:
