@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -194,6 +195,24 @@ def test_a_copy_never_enters_the_recurrence(
 
 @each_kind
 @each_precision
+def test_no_fold_remembers_an_earlier_copy(kind: Recurrence, checkpoint: torch.dtype, read: Any, rounding: Any) -> None:
+    """Copies that are poisoned before each of 5 folds, with steps in between that read what the folds have made."""
+    if read is None:
+        return
+    slots = torch.arange(1, SLOTS)
+    clean, poisoned = (work_of(kind, checkpoint, read, rounding) for _ in range(2))
+    for fold in range(5):
+        outs = [work.step(slots, fold, 2) for work in (clean, poisoned)]
+        assert same_bytes(*outs)
+        poison(poisoned, slots)
+        assert poisoned.differs(clean)  # teeth
+        for work in (clean, poisoned):
+            replayssm.flush(work.cursors, slots, pools=[work.pool], A=work.rates)
+        assert not poisoned.differs(clean)
+
+
+@each_kind
+@each_precision
 def test_a_random_trace_keeps_every_copy(kind: Recurrence, checkpoint: torch.dtype, read: Any, rounding: Any) -> None:
     work, generator = work_of(kind, checkpoint, read, rounding), torch.Generator().manual_seed(3)
     folds = torch.zeros(SLOTS, dtype=torch.int32)
@@ -236,6 +255,31 @@ def test_verbs_move_all_parts_of_a_slot(kind: Recurrence, checkpoint: torch.dtyp
     assert not given.stale() and not given.differs(by_step, torch.tensor([3, 6]))
 
 
+@each_kind
+@each_precision
+def test_a_slot_goes_to_another_pool_with_all_its_tensors(
+    kind: Recurrence, checkpoint: torch.dtype, read: Any, rounding: Any
+) -> None:
+    """It decodes there as it would have here, over two folds. A part of a copy, a seed or a number of folds that
+    stays behind shows."""
+    here, slots, there = work_of(kind, checkpoint, read, rounding), torch.tensor([1, 4, 2]), torch.tensor([6, 0, 3])
+    other = here.clone()
+    for seed in range(3):
+        other.step(torch.arange(SLOTS), seed, 3)
+    parcel = here.memory(slots)
+    outs = [here.step(slots, seed, 2) for seed in range(6)]
+    parts = [name for name in parcel if name.startswith("read_") or name in ("seed", "fold_count")]
+    for left in (None, *parts):
+        receiver = other.clone()
+        for name, tensor in parcel.items():
+            if name != left:
+                getattr(receiver.cursors if name in receiver.cursors.names else receiver.pool, name)[there] = tensor
+        same = [same_bytes(receiver.step(there, seed, 2), out) for seed, out in enumerate(outs)]
+        mine, theirs = receiver.memory(there), here.memory(slots)
+        differs = [name for name in mine if not same_bytes(mine[name], theirs[name])]
+        assert (all(same) and not differs) == (left is None), left
+
+
 def test_a_prefill_is_read_after_its_copy_is_made() -> None:
     work, slots = work_of("gdn"), torch.tensor([2, 6])
     work.pool.checkpoint[slots] = torch.randn(2, 4, 16, 32)
@@ -276,6 +320,16 @@ def _fold_from_the_copy(fold: Any = replay.fold) -> Any:
     return folded
 
 
+def _growing_scales(write_copy: Any = storage.write_copy) -> Any:
+    def written(pool: Pool, slots: Tensor) -> None:
+        assert pool.read_tile_scale is not None
+        before = pool.read_tile_scale[slots]
+        write_copy(pool, slots)
+        pool.read_tile_scale[slots] = torch.maximum(pool.read_tile_scale[slots], before)
+
+    return written
+
+
 def _one_draw(pool: Pool, state: Tensor, slots: Tensor, cursors: Cursors) -> Tensor:
     assert pool.seed is not None
     return storage.round_state(state, pool.checkpoint.dtype, pool.seed[slots], torch.zeros(len(slots)))
@@ -294,6 +348,10 @@ FAULTS: dict[str, tuple[tuple[Any, str, Any], Any]] = {
     "a fold starts from the copy": (
         (replay, "fold", _fold_from_the_copy()),
         lambda: test_a_copy_never_enters_the_recurrence(*READS),
+    ),
+    "a fold keeps a scale that was larger": (
+        (storage, "write_copy", _growing_scales()),
+        lambda: test_no_fold_remembers_an_earlier_copy(*READS),
     ),
     "every fold draws the same": (
         (storage, "rounded", _one_draw),
@@ -337,6 +395,36 @@ def test_every_combination_decodes_or_is_refused(checkpoint: torch.dtype, read: 
     sizes = bytes_per_slot(work.pool.layer, work.pool.replay)
     assert sizes == {n: t[0].numel() * t.element_size() for n, t in ((n, getattr(work.pool, n)) for n in sizes)}
     assert list(sizes) == names_of(work.pool)
+
+
+def test_the_readme_has_every_combination() -> None:
+    """Once; those that are refused under the field that the error begins with, the others with a plan for CUDA."""
+    from cute_kernels.configs import Mamba2Options
+
+    names = {str(dtype).removeprefix("torch."): dtype for dtype in (F32, BF16, F16, FP8, INT8, None)}
+    lines = (Path(__file__).parents[1] / "README.md").read_text().splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("| checkpoint (`checkpoint_dtype`)"))
+    told: dict[Any, str] = {}
+    for line in itertools.takewhile(str.strip, lines[first + 2 :]):
+        *lists, says = (cell.strip() for cell in line.strip("|").split("|"))
+        given = [[name.strip('"') for name in cell.split(", ")] for cell in lists]
+        if given[1:] == [["any"], ["any"]]:
+            for name in given[0]:
+                with pytest.raises(NotImplementedError, match=says.split("`")[1]):
+                    ReplaySpec(checkpoint_dtype=names[name])
+            continue
+        for checkpoint, read, rounding in itertools.product(*given):
+            combination = names[checkpoint], names.get(read, read), rounding
+            assert combination not in told
+            told[combination] = says
+    assert set(told) == set(COMBINATIONS)
+    for (checkpoint, read, rounding), says in told.items():
+        field = refusal(checkpoint, read, rounding)
+        assert says == "yes" if field is None else says.startswith(f"`{field}`: "), says
+        if field is None:
+            spec = ReplaySpec(checkpoint_dtype=checkpoint, read_dtype=read, rounding=rounding)
+            for arch in ("sm_90a", "sm_103a"):
+                assert plan_step(LayerSpec("mamba2", 8, 1, 64, 128), spec, Mamba2Options(), arch=arch, batch=4).key
 
 
 @pytest.mark.parametrize("read", ["nvfp5", "fp8", torch.float64, torch.uint8, 4])

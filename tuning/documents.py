@@ -17,6 +17,7 @@ from typing import Any
 
 from replayssm.tuned import Shape
 from tuning.matrix import replay_of, state_name
+from tuning.precision import KINDS, precision_tables
 from tuning.prediction import prediction_table, summary_table
 from tuning.report import goals_table, layer_name, line, markdown_table, steps_of, time_of, windows_table
 from tuning.shapes import released_name
@@ -172,6 +173,7 @@ TABLES: dict[str, Make] = {
     "peers": peers_table,
     "resources": resources_table,
     "tuned": tuned_table,
+    "precision": lambda records, words: precision_tables(_entries(records), words or KINDS),
 }
 MADE = re.compile(r"<!-- ([\w-]+) ((?:\S+ )+)-->\n.*?<!-- end -->", re.DOTALL)
 

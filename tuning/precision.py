@@ -5,7 +5,13 @@ through the torch twin of each scheme, in float32 arithmetic. Records are float3
 so that what differs is how the state is stored. An error is |y - exact| / |exact| over the channels of one head at one
 token; the output is S q alone, without skip or gate. Errors are those of the `SAMPLE` tokens before each length, in
 steps that do not fold (a step that folds reads a state that is not rounded yet). The state's error is that of the
-stored checkpoint against the float64 state, over all heads, where every record has just been folded.
+checkpoint with its records folded, before it is rounded, against the float64 state, over all heads.
+
+Schemes of smaller records round what a step has just appended to a ring, once: each record of each head (or group) has
+scales of its own, one in float32 for FP8 and int8; NVFP4 has one a record too, above its block scales. "Values" are x
+of Mamba-2 and u of the delta rules; Kimi Delta Attention alone has decays that are worth it. What they save is counted
+(`tuning.roofline`) against records in bfloat16 with decays in float32, in steps of one token with `LIVE` live records
+of `FLAGSHIPS`, that read an NVFP4 copy and do not fold.
 
 Inputs: q, k, v (C, B, x) are silu of normal numbers, as the convolution before the layer leaves them, rounded to
 bfloat16; gates are normal numbers. The regimes of the decays:
@@ -23,6 +29,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -30,8 +37,11 @@ from torch import Tensor
 
 from replayssm import GdnInputs, KdaInputs, LayerSpec, Mamba2Inputs, Pool, ReplaySpec, make_cursors, make_pool
 from replayssm.inputs import Inputs
-from replayssm.reference import formats, philox, quant, recurrence, replay
-from replayssm.spec import Recurrence
+from replayssm.pool import record_shapes
+from replayssm.reference import formats, philox, quant, recurrence, replay, storage
+from replayssm.spec import READ_FORMATS, ReadDtype, Recurrence
+from tuning.roofline import step_traffic
+from tuning.shapes import lookup
 
 F32, F16, BF16, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
 HEADS, KEY_HEADS, WINDOW, STEP, SAMPLE, CHUNK = 4, 2, 16, 4, 512, 256
@@ -40,9 +50,12 @@ LAYERS: dict[Recurrence, LayerSpec] = {
     "gdn": LayerSpec("gdn", HEADS, KEY_HEADS, 128, 128),
     "kda": LayerSpec("kda", HEADS, HEADS, 128, 128),
 }
+KINDS = ("states", "records")  # of schemes: what is stored in other ways
 REGIMES = ("init", "long", "near-one")
 MEMORY = (16.0, 8192.0)  # tokens
 MAX_TOKENS = 131_072
+LIVE = 8
+FLAGSHIPS: dict[Recurrence, str] = {"mamba2": "nemotron-3-super", "gdn": "qwen3.5-122b-a10b", "kda": "glm-5.3-flash"}
 SPEC = ReplaySpec(WINDOW, STEP, F32, F32)
 Store = Callable[[Pool, int], None]
 
@@ -53,21 +66,34 @@ class Scheme(NamedTuple):
     Args:
         name: as the tables call it.
         bits: of a value in the memory that a step reads, scales included, and in the checkpoint, which a fold reads.
-        replay: what the pool is made of.
-        store: what happens to the pool's states after the fold of that number; for schemes that no spec has.
+        replay: what the pool is made of; schemes that agree in it run together, a slot each.
+        store: what becomes of the checkpoint, held in float32, and of its copy after the fold of that number.
+        records: how records lie in rings, by the ring's name; float32 where it is not named.
     """
 
     name: str
     bits: tuple[float, float]
     replay: ReplaySpec
     store: Store | None = None
+    records: Mapping[str, ReadDtype] = {}
 
 
 def shared(read_dtype: Any) -> Store:
-    """The checkpoint itself is stored as a read copy would be."""
+    """The checkpoint itself is stored as a read copy would be; in 16 bits as a checkpoint of that dtype."""
 
     def store(pool: Pool, fold: int) -> None:
         pool.checkpoint.copy_(quant.decode(quant.encode(pool.checkpoint, read_dtype), read_dtype))
+
+    return store
+
+
+def stochastic(dtype: torch.dtype) -> Store:
+    """The checkpoint is of a 16-bit dtype, rounded stochastically, and its copy is made from that."""
+
+    def store(pool: Pool, fold: int) -> None:
+        slot = torch.zeros(1, dtype=torch.int64)
+        pool.checkpoint.copy_(storage.round_state(pool.checkpoint, dtype, slot, torch.tensor([fold])))
+        storage.write_copy(pool, slot)
 
     return store
 
@@ -97,19 +123,32 @@ def two_axes(pool: Pool, fold: int) -> None:
     pool.read_codes.copy_(quant.decode(quant.encode(pool.checkpoint / columns, "nvfp4"), "nvfp4") * columns)
 
 
-def _read(dtype: Any, checkpoint: torch.dtype = F32, **changes: Any) -> ReplaySpec:
-    return replace(SPEC, checkpoint_dtype=checkpoint, read_dtype=dtype, **changes)
+def _read(dtype: Any) -> ReplaySpec:
+    return replace(SPEC, read_dtype=dtype)
 
 
 NVFP4 = 4 + 8 / 16 + 32 / (16 * 128)
 ROW_8 = 8 + 32 / 128
+RECORDS: dict[str, dict[str, ReadDtype]] = {
+    "bf16 records": {"value": BF16, "key": BF16},
+    "bf16 values": {"value": BF16},
+    "fp16 values": {"value": F16},
+    "int8 values": {"value": torch.int8},
+    "fp8 values": {"value": FP8},
+    "nvfp4 values": {"value": "nvfp4"},
+    "int8 keys": {"key": torch.int8},
+    "fp8 keys": {"key": FP8},
+    "int8 records": {"value": torch.int8, "key": torch.int8},
+    "bf16 decays": {"decay": BF16},
+    "fp8 decays": {"decay": FP8},
+    "int8 records, fp8 decays": {"value": torch.int8, "key": torch.int8, "decay": FP8},
+}
 SCHEMES = (
     Scheme("fp32", (32, 32), SPEC),
-    Scheme("fp32, bf16 records", (32, 32), replace(SPEC, activation_dtype=BF16)),
-    Scheme("fp16", (16, 16), replace(SPEC, checkpoint_dtype=F16)),
-    Scheme("fp16 SR", (16, 16), replace(SPEC, checkpoint_dtype=F16, rounding="stochastic")),
-    Scheme("bf16", (16, 16), replace(SPEC, checkpoint_dtype=BF16)),
-    Scheme("bf16 SR", (16, 16), replace(SPEC, checkpoint_dtype=BF16, rounding="stochastic")),
+    Scheme("fp16", (16, 16), SPEC, shared(F16)),
+    Scheme("fp16 SR", (16, 16), SPEC, stochastic(F16)),
+    Scheme("bf16", (16, 16), SPEC, shared(BF16)),
+    Scheme("bf16 SR", (16, 16), SPEC, stochastic(BF16)),
     Scheme("shared int8", (ROW_8, ROW_8), SPEC, shared(torch.int8)),
     Scheme("shared int8 SR", (ROW_8, ROW_8), SPEC, shared_stochastic("int8", formats.INT8_MAX)),
     Scheme("shared fp8", (ROW_8, ROW_8), SPEC, shared(FP8)),
@@ -122,9 +161,13 @@ SCHEMES = (
     Scheme("fp32 + nvfp4 read, amax", (NVFP4, 32), _read("nvfp4"), plain_scales),
     Scheme("fp32 + nvfp4 read", (NVFP4, 32), _read("nvfp4")),
     Scheme("fp32 + nvfp4 read, two axes", (NVFP4 + 32 / 128, 32), _read(F16), two_axes),
-    Scheme("fp16 SR + nvfp4 read", (NVFP4, 16), _read("nvfp4", F16, rounding="stochastic")),
-    Scheme("bf16 SR + nvfp4 read", (NVFP4, 16), _read("nvfp4", BF16, rounding="stochastic")),
-    Scheme("fp32 + nvfp4 read, bf16 records", (NVFP4, 32), _read("nvfp4", activation_dtype=BF16)),
+    Scheme("fp16 SR + nvfp4 read", (NVFP4, 16), _read("nvfp4"), stochastic(F16)),
+    Scheme("bf16 SR + nvfp4 read", (NVFP4, 16), _read("nvfp4"), stochastic(BF16)),
+    *(
+        Scheme(f"{state}, {name}", bits, spec, records=records)
+        for state, bits, spec in (("fp32", (32.0, 32.0), SPEC), ("fp32 + nvfp4 read", (NVFP4, 32.0), _read("nvfp4")))
+        for name, records in RECORDS.items()
+    ),
 )
 
 
@@ -174,35 +217,65 @@ def draw(kind: Recurrence, regime: str, tokens: int, generator: torch.Generator)
     return KdaInputs(q, k, v, normal(HEADS, layer.d_state), gate, **given)
 
 
-def _tokens(inputs: Any, first: int, last: int, dtype: torch.dtype = F32) -> Any:
-    """Some tokens of a row; what is projected in `dtype`."""
+def _tokens(inputs: Any, first: int, last: int, rows: int) -> Any:
+    """Some tokens, the same for each of so many rows."""
     cut = {name: t[:, first:last] for name, t in inputs._asdict().items() if isinstance(t, Tensor) and t.dim() > 2}
-    return inputs._replace(**{n: t.to(dtype) if n in ("x", "B", "C", "q", "k", "v") else t for n, t in cut.items()})
+    return inputs._replace(**{name: t.expand(rows, *t.shape[1:]) for name, t in cut.items()})
 
 
 class Run:
-    """One scheme on its way through the tokens."""
+    """Schemes with one spec on their way through the tokens."""
 
-    def __init__(self, scheme: Scheme, layer: LayerSpec) -> None:
-        self.scheme, self.folds = scheme, 0
-        self.pool, self.cursors = make_pool(layer, scheme.replay, 1), make_cursors(scheme.replay, 1)
+    def __init__(self, schemes: Sequence[Scheme], layer: LayerSpec) -> None:
+        spec, count = schemes[0].replay, len(schemes)
+        self.schemes, self.folds, self.slots = schemes, 0, torch.arange(count)
+        self.pool, self.cursors = make_pool(layer, spec, count), make_cursors(spec, count)
+        parts = dict(zip(record_shapes(layer, spec), self.pool.tensors, strict=True))
+        self.pools = [Pool(layer, spec, **{name: t[i : i + 1] for name, t in parts.items()}) for i in range(count)]
 
     def step(self, inputs: Any) -> tuple[Tensor, bool]:
-        """Outputs of `STEP` tokens, and whether they come from a folded state."""
+        """Outputs of `STEP` tokens, [schemes, STEP, HV, V], and whether they come from folded states."""
         value = inputs.x if isinstance(inputs, Mamba2Inputs) else inputs.v
-        row, out = torch.zeros(1, dtype=torch.int64), torch.zeros(value.shape, dtype=F32)
-        folds = int(self.cursors.num_committed[0]) + STEP > WINDOW
-        replay.step(self.pool, self.cursors, inputs, cache_indices=row, out=out)
-        if folds and self.scheme.store is not None:
-            self.scheme.store(self.pool, self.folds)
+        out = torch.zeros(value.shape, dtype=F32)
+        live = int(self.cursors.num_committed[0])
+        folds = live + STEP > WINDOW
+        replay.step(self.pool, self.cursors, inputs, cache_indices=self.slots, out=out)
+        appended = (int(self.cursors.ring_start[0]) + live + torch.arange(STEP)) % SPEC.ring_capacity
+        for scheme, pool in zip(self.schemes, self.pools, strict=True):
+            if folds and scheme.store is not None:
+                scheme.store(pool, self.folds)
+            for name, form in scheme.records.items():
+                ring = getattr(pool, name)
+                ring[:, :, appended] = rounded_records(ring[:, :, appended], form)
         self.folds += folds
-        replay.commit(self.cursors, cache_indices=row, num_draft=STEP)
+        replay.commit(self.cursors, cache_indices=self.slots, num_draft=STEP)
         return out, folds
 
-    def state(self, A: Tensor | None) -> Tensor:
-        """The state that the checkpoint will be with all records, rounded as a fold rounds it."""
-        slot, count = torch.zeros(1, dtype=torch.int64), self.cursors.num_committed.long()
-        return replay.fold(self.pool, self.cursors, slot, count, A=A, dtype=F32)
+    def states(self, A: Tensor | None) -> Tensor:
+        """The states that the checkpoints will be with all records, not rounded."""
+        return replay.fold(self.pool, self.cursors, self.slots, self.cursors.num_committed.long(), A=A, dtype=F32)
+
+
+def rounded_records(records: Tensor, form: ReadDtype) -> Tensor:
+    """Records [..., n], each with scales of its own."""
+    return quant.decode(quant.encode(records[..., None, :], form), form).squeeze(-2)
+
+
+def saved_share(kind: Recurrence, records: Mapping[str, ReadDtype]) -> float:
+    """What such records save of the bytes of a step of the flagship: of those it reads, and of the one it appends."""
+    layer, saved_bits = lookup(FLAGSHIPS[kind]).layer, 0.0
+    step = step_traffic(layer, ReplaySpec(read_dtype="nvfp4"), rows=1, live_records=LIVE)
+    vectors = {
+        "value": (layer.num_v_heads, layer.head_dim, 16),
+        "key": (layer.num_k_heads, layer.d_state, 16),
+        "decay": (layer.num_v_heads, layer.d_state, 32),
+    }
+    for name, dtype in records.items():
+        heads, values, bits = vectors[name]
+        form = READ_FORMATS[dtype]
+        scales = 32 * (form.row_scale or form.tile_rows > 0) + (8 * values / form.block if form.block else 0)
+        saved_bits += heads * (values * (bits - form.bits) - scales)
+    return (LIVE + 1) * saved_bits / 8 / step.total_bytes
 
 
 def study(
@@ -219,7 +292,9 @@ def study(
         say: is told how far the run is.
     """
     layer, generator = LAYERS[kind], torch.Generator().manual_seed(0)
-    runs = [Run(scheme, layer) for scheme in schemes]
+    schemes = [scheme for scheme in schemes if layer.decays_per_channel or "decay" not in scheme.records]
+    specs = dict.fromkeys(scheme.replay for scheme in schemes)
+    runs = [Run([scheme for scheme in schemes if scheme.replay == spec], layer) for spec in specs]
     exact = torch.zeros(1, HEADS, layer.head_dim, layer.d_state, dtype=torch.float64)
     errors: list[list[Tensor]] = [[] for _ in runs]
     began = time.perf_counter()
@@ -229,15 +304,18 @@ def study(
         due = next(length for length in lengths if length > first)
         for run, found in zip(runs, errors, strict=True):
             for at in range(0, CHUNK, STEP):
-                out, folded = run.step(_tokens(inputs, at, at + STEP, run.scheme.replay.activation_dtype))
+                out, folded = run.step(_tokens(inputs, at, at + STEP, len(run.schemes)))
                 if not folded and first + at >= due - SAMPLE:
                     found.append(relative(out, want[:, at : at + STEP], 1))
         if first + CHUNK < due:
             continue
+        entries = {}
         for run, found in zip(runs, errors, strict=True):
-            state = relative(run.state(getattr(inputs, "A", None)), exact, 4)
-            yield entry(kind, regime, run.scheme, due, torch.cat(found, 1), float(state))
+            states = relative(run.states(getattr(inputs, "A", None)), exact, 3)
+            for scheme, outputs, state in zip(run.schemes, torch.cat(found, 1), states, strict=True):
+                entries[scheme.name] = entry(kind, regime, scheme, due, outputs, float(state))
             found.clear()
+        yield from (entries[scheme.name] for scheme in schemes)
         say(f"{kind} {regime}: {due} tokens, {time.perf_counter() - began:.0f} s")
 
 
@@ -259,28 +337,41 @@ def entry(kind: Recurrence, regime: str, scheme: Scheme, tokens: int, errors: Te
         "mean": float(f"{float(errors.mean()):.4g}"),
         "p99": float(f"{float(errors.flatten().double().quantile(0.99)):.4g}"),
         "state_error": float(f"{state:.4g}"),
+        **({"saves": float(f"{saved_share(kind, scheme.records):.4g}")} if scheme.records else {}),
     }
 
 
-def precision_tables(entries: Iterable[Mapping[str, Any]]) -> str:
-    """Markdown, errors in percent: for each length the schemes by recurrence and regime, mean / 99th percentile; for
-    more than two lengths one table of the means."""
+def precision_tables(entries: Iterable[Mapping[str, Any]], kinds: Sequence[str] = KINDS) -> str:
+    """Markdown, errors in percent: for more than two lengths one table of the means; else for each length the schemes
+    by recurrence and regime, those of states with mean / 99th percentile, those of records with outputs / state."""
     found = list(entries)
     lengths = sorted({one["tokens"] for one in found})
     if len(lengths) > 2:
         return _by_length(found, lengths)
-    return "\n\n".join(_at_length(found, tokens) for tokens in lengths)
+    parts = ([one for one in found if (one["tokens"], kind_of(one)) == part] for part in product(lengths, kinds))
+    return "\n\n".join(_at_length(part) for part in parts if part)
 
 
-def _at_length(entries: Sequence[Mapping[str, Any]], tokens: int) -> str:
-    at = {(one["scheme"], one["recurrence"], one["regime"]): one for one in entries if one["tokens"] == tokens}
+def kind_of(entry: Mapping[str, Any]) -> str:
+    """Which of `KINDS` the scheme of an entry is of."""
+    return KINDS["saves" in entry]
+
+
+def _at_length(entries: Sequence[Mapping[str, Any]]) -> str:
+    at = {(one["scheme"], one["recurrence"], one["regime"]): one for one in entries}
     columns = list(dict.fromkeys(key[1:] for key in at))
-    lines = [f"| {tokens} tokens | bits read | " + " | ".join(map(" ".join, columns)) + " |"]
+    about, other = ("saves", "state_error") if kind_of(entries[0]) == "records" else ("bits read", "p99")
+    lines = [f"| {entries[0]['tokens']} tokens | {about} | " + " | ".join(map(" ".join, columns)) + " |"]
     lines.append("|---|---|" + "---|" * len(columns))
-    for name, bits in dict.fromkeys((one["scheme"], one["bits_read"]) for one in at.values()):
+    for name in dict.fromkeys(key[0] for key in at):
         row = [at.get((name, *column)) for column in columns]
-        texts = ["" if one is None else f"{_percent(one['mean'])} / {_percent(one['p99'])}" for one in row]
-        lines.append(f"| {name} | {bits:g} | " + " | ".join(texts) + " |")
+        texts = ["" if one is None else f"{_percent(one['mean'])} / {_percent(one[other])}" for one in row]
+        if about == "saves":
+            saves = {one["recurrence"]: f"{100 * one['saves']:.1f}" for one in row if one is not None}
+            head = " / ".join(saves.values())
+        else:
+            head = f"{next(one for one in row if one is not None)['bits_read']:g}"
+        lines.append(f"| {name} | {head} | " + " | ".join(texts) + " |")
     return "\n".join(lines)
 
 

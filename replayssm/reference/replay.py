@@ -84,12 +84,17 @@ def step(
     folds = fold_mask(count, num_tokens[rows], pool.replay.window, force_fold)
     A = inputs.A if isinstance(inputs, Mamba2Inputs) else None
 
-    state = held = fold(pool, cursors, slots, count.where(folds, 0), A=A, dtype=dtype)
-    unfolded = count.where(~folds, 0)
-    if pool.replay.read_dtype is not None:
+    if pool.replay.read_dtype is None:
+        held, unfolded = pool.checkpoint[slots].to(dtype), count.where(~folds, 0)
+    else:
         held, unfolded = storage.read_copy(pool, slots).to(dtype), count
-    pool.checkpoint[slots[folds]] = storage.rounded(pool, state[folds], slots[folds], cursors)
-    storage.write_copy(pool, slots[folds])
+    folding = slots[folds]
+    if len(folding):
+        state = fold(pool, cursors, folding, count[folds], A=A, dtype=dtype)
+        if pool.replay.read_dtype is None:
+            held[folds] = state
+        pool.checkpoint[folding] = storage.rounded(pool, state, folding, cursors)
+        storage.write_copy(pool, folding)
     readout, update = _attend(held, _records(pool, cursors, slots, unfolded, A, dtype), fresh)
     result = fresh.finish(readout.transpose(1, 2)).to(out.dtype)
     if places is None:

@@ -62,7 +62,9 @@ def codes_nvfp4(state: np.ndarray, divisors: tuple[float, ...]) -> tuple[np.ndar
             tile = tiles[head, row // 16]
             for b in range(columns // 16):
                 part, best = state[head, row, 16 * b : 16 * b + 16], np.inf
-                power = max(np.frexp(np.abs(part).max())[1], -125)  # in 0.5 to 1 times its power
+                power = (
+                    max(np.frexp(np.abs(part).max())[1], -125) if part.any() else -125
+                )  # in 0.5 to 1 times its power
                 part = np.ldexp(part, 2 - power).astype(np.float16)
                 largest = f32(np.abs(part).max())
                 for divisor in divisors:
@@ -84,9 +86,19 @@ def codes_nvfp4(state: np.ndarray, divisors: tuple[float, ...]) -> tuple[np.ndar
     return nibbles, scales, tiles
 
 
+each_magnitude = pytest.mark.parametrize("exponent", [-145, -135, -125, -105, -90, 0, 100, 118])
+
+
+def states_about(exponent: int, *shape: int) -> Tensor:
+    """From states of subnormals alone to those of the largest numbers."""
+    largest = torch.finfo(torch.float32).max
+    return (states(*shape).double() * 2.0**exponent).clamp(-largest, largest).float()
+
+
+@each_magnitude
 @pytest.mark.parametrize("divisors", [quant.SEARCH, quant.PLAIN])
-def test_nvfp4_is_the_definition(divisors: tuple[float, ...]) -> None:
-    state = states(1, 3, 20, 32)
+def test_nvfp4_is_the_definition(divisors: tuple[float, ...], exponent: int) -> None:
+    state = states_about(exponent, 1, 3, 20, 32)
     parts = quant.encode(state, "nvfp4", divisors)
     nibbles, scales, tiles = codes_nvfp4(state[0].numpy(), divisors)
     assert parts["tile_scale"][0].tolist() == tiles.tolist()
@@ -111,16 +123,19 @@ MUTANTS: dict[str, tuple[str, Any]] = {
 def test_another_rounding_is_not_the_definition(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(formats, *MUTANTS[name])
     with pytest.raises(AssertionError):
-        test_nvfp4_is_the_definition(quant.SEARCH)
+        test_nvfp4_is_the_definition(quant.SEARCH, 0)
 
 
 @pytest.mark.parametrize(("dtype", "largest"), [(torch.float8_e4m3fn, 448.0), (torch.int8, 127.0), ("mxfp8", 448.0)])
-def test_8_bit_copies_are_the_definition(dtype: Any, largest: float) -> None:
-    state = states()
+@each_magnitude
+def test_8_bit_copies_are_the_definition(dtype: Any, largest: float, exponent: int) -> None:
+    state = states_about(exponent)
     blocks = state.numpy().reshape(2, 3, 24, *((2, 32) if dtype == "mxfp8" else (1, 64)))
     scale = (np.abs(blocks).max(-1, keepdims=True) / f32(largest)).astype(np.float32)
     if dtype == "mxfp8":
         scale = np.exp2(np.ceil(np.log2(np.maximum(scale, f32(2.0**-127)).astype(np.float64)))).astype(np.float32)
+    else:
+        scale = np.where(scale == 0, scale, np.maximum(scale, LEAST))
     inverse = np.divide(f32(1), scale, out=np.zeros_like(scale), where=scale != 0)
     scaled = blocks * inverse
     code = np.rint(scaled) if dtype == torch.int8 else np.clip(scaled, -448, 448).astype(E4M3).astype(np.float32)

@@ -44,7 +44,8 @@ def test_documents_quote_the_record(record: Path) -> None:
     printed = CliRunner().invoke(main, ["report", str(record)]).output.strip()
     assert printed.count("\n") >= 2  # a head and a row
     document = "precision" if "precision" in record.stem else "performance"
-    assert printed in (ROOT / "docs" / f"{document}.md").read_text()
+    text = (ROOT / "docs" / f"{document}.md").read_text()
+    assert all(table in text for table in printed.split("\n\n"))
 
 
 def test_a_changed_figure_shows() -> None:
@@ -205,7 +206,7 @@ def test_every_record_of_a_benchmark_is_shown() -> None:
     shown = {
         name for name in ("performance", "precision", "prediction") for name in records_of(ROOT / f"docs/{name}.md")
     }
-    assert {f"records/{path.name}" for path in RECORDS if "h200" in path.name} <= shown
+    assert {f"records/{path.name}" for path in RECORDS} <= shown
 
 
 def test_an_unknown_table_is_refused(tmp_path: Path) -> None:
