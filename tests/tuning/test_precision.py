@@ -215,14 +215,17 @@ def test_the_prose_quotes_the_record_of_delta_rules(name: str) -> None:
 
 def test_the_prose_quotes_the_record_of_lengths() -> None:
     """The most that a copy errs; what nearest and stochastic rounding err in the end, where nothing is forgotten."""
-    record = json.loads((DOCUMENT.parent / "records" / "2026-11-30-cpu-precision-near-one.json").read_text())
-    text, found = DOCUMENT.read_text(), record["entries"]
+    records = (DOCUMENT.parent / "records" / f"2026-11-30-cpu-precision-{name}.json" for name in ("near-one", "long"))
+    found, long = (json.loads(path.read_text())["entries"] for path in records)
+    text = DOCUMENT.read_text()
     assert f"at most {100 * max(one['mean'] for one in found if one['scheme'] == COPY):.2g} %" in text
     last = {
         one["scheme"]: 100 * one["mean"] for one in found if one["tokens"] == 131_072 and one["recurrence"] == "mamba2"
     }
     for name, known in (("shared fp8", "shared\n  FP8"), ("bf16", "bf16"), ("fp16", "float16")):
         assert f"{last[name]:.2g} and {last[name + ' SR']:.2g} % ({known})" in text
+    first, *_, end = (e["mean"] for e in long if (e["scheme"], e["recurrence"]) == ("shared fp8", "mamba2"))
+    assert f"errs {100 * first:.2g} % after 1,024 tokens and {100 * end:.2g} % after 32,768" in text
 
 
 def test_the_prose_quotes_ratios_of_the_record() -> None:
