@@ -30,12 +30,14 @@ class Channels:
         run: channels of a run.
         step: rows from one run to the next.
         inside: for each run, whether the tile has it; True where it has all.
+        width: channels of a load.
     """
 
     first: Int32
     run: int
     step: int
     inside: list[Any]
+    width: int
 
     @classmethod
     def of(cls, tile: Tile, place: Place, *, tensor: bool) -> Channels:
@@ -44,9 +46,11 @@ class Channels:
         run = 2 * products if tensor else 4 if products % 2 == 0 else 2
         step, first = 8 * run, place.warp * (ROW_BLOCK * products) + lane8 * run
         runs = range(2 * products // run)
+        # Where channels of K decay, wide loads are the registers too many that make 16 tokens spill.
+        width = 2 if tensor and tile.channels and tile.tokens > 8 else run
         if products * ROW_BLOCK * tile.warps == tile.rows:
-            return cls(first, run, step, [True for _ in runs])
-        return cls(first, run, step, [Int32(first + step * i < tile.rows) for i in runs])
+            return cls(first, run, step, [True for _ in runs], width)
+        return cls(first, run, step, [Int32(first + step * i < tile.rows) for i in runs], width)
 
     @property
     def together(self) -> bool:
@@ -76,8 +80,10 @@ class Channels:
         for i, inside in enumerate(self.inside):
             there = valid if inside is True else inside * Int32(valid)
             at = where + i * (self.step * SIZE_BYTES[dtype])
-            words = load_row_words(there, at, each * self.run // 2, cache=cache)
-            pairs += [words[j : j + each] for j in range(0, len(words), each)]
+            for first in range(0, self.run, self.width):
+                part = at + first * SIZE_BYTES[dtype]
+                words = load_row_words(there, part, each * self.width // 2, cache=cache)
+                pairs += [words[j : j + each] for j in range(0, len(words), each)]
         return pairs
 
     def store(self, valid: Any, where: Any, pairs: list[list[Any]]) -> None:

@@ -111,8 +111,9 @@ RUNS = (
         for way in range(len(WAYS))
         for tokens in (TOKENS[(i + way) % 4], TOKENS[(i + way + 2) % 4])
     ),
-    # Heads of released models: in twos, whole, and a half of one.
+    # Heads of released models: in twos, in fours, whole, and a half of one.
     Run("sm_103a", case("mamba2", 64, 128, 8, BF16, F32, heads=2), warps=2),
+    Run("sm_103a", case("gdn", 128, 128, 2, BF16, F32, heads=4), "nvfp4", warps=1),
     Run("sm_100a", case("gdn", 128, 128, 4, BF16, BF16)),
     Run("sm_103a", case("kda", 128, 128, 4, BF16, F32), "nvfp4"),
     Run("sm_103a", case("gdn", 128, 128, 2, BF16, F32), split=2),
