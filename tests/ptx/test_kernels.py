@@ -192,6 +192,7 @@ def test_steps_and_commits_are_the_recurrence(kind: Recurrence) -> None:
 
 
 SMALL = {kind: Run("sm_90a", case(kind, (1, 1, 64, 64), 5, BF16, F32)) for kind in KERNELS}
+IN_PARTS = Run("sm_90a", case("kda", (1, 1, 128, 64), 16, BF16, F32))
 
 
 @each_kernel
@@ -340,11 +341,11 @@ OF_ONE: dict[Recurrence, dict[str, Fault]] = {
 FAULTS = [(kind, name) for kind in KERNELS for name in of_all(kind) | OF_ONE[kind]]
 
 
-def caught(kind: Recurrence, change: Callable[[str], str]) -> list[str]:
+def caught(run: Run, change: Callable[[str], str]) -> list[str]:
     """What a row that folds and one that reads, and wraps around, find in a changed kernel. Copies are late."""
-    scene = replace(SMALL[kind].scene, counts=(5, 3), starts=(4, 5), forced=None)
+    scene = replace(run.scene, counts=(run.case.window, 3), starts=(4, 5), forced=None)
     try:
-        return mistakes(Interpreted.of(scene, Bench(SMALL[kind].arch, "late", change=change)))
+        return mistakes(Interpreted.of(scene, Bench(run.arch, "late", change=change)))
     except TroubleError as trouble:
         return [str(trouble)]
 
@@ -352,10 +353,17 @@ def caught(kind: Recurrence, change: Callable[[str], str]) -> list[str]:
 @pytest.mark.parametrize(("kind", "fault"), FAULTS)
 def test_a_fault_in_the_kernel_is_caught(kind: Recurrence, fault: str) -> None:
     change, beginning = (of_all(kind) | OF_ONE[kind])[fault]
-    (first, *_) = caught(kind, change)
+    (first, *_) = caught(SMALL[kind], change)
     assert re.match(beginning, first), first
 
 
-@each_kernel
-def test_the_kernel_without_a_fault_passes(kind: Recurrence) -> None:
-    assert caught(kind, str) == []
+@pytest.mark.parametrize("barrier", range(2, 9))
+def test_each_barrier_is_needed_where_values_are_staged_in_parts(barrier: int) -> None:
+    """Those behind the staged decays, the partial sums, the staged keys, each part's values and folds, the products."""
+    (first, *_) = caught(IN_PARTS, swap(BARRIER, "", barrier))
+    assert re.match(UNORDERED, first), first
+
+
+@pytest.mark.parametrize("run", [*SMALL.values(), IN_PARTS], ids=lambda run: run.id)
+def test_the_kernel_without_a_fault_passes(run: Run) -> None:
+    assert caught(run, str) == []
