@@ -199,7 +199,7 @@ class Tile:
             fold_values=key.config.fold_values,
             value_size=SIZE_BYTES[key.record_dtype],
             read_bits=CODE_BITS[key.read_dtype] if key.read_dtype else 8 * SIZE_BYTES[key.checkpoint_dtype],
-            probes=0 if key.drafts else key.probes,
+            probes=0 if key.drafts or key.num_tokens == 0 else key.probes,
             channels=isinstance(key.options, KdaOptions),
             tokens=key.num_tokens,
         )
@@ -318,10 +318,10 @@ class Tile:
         and a multiprocessor holds three tiles of 64 KiB (GLM-5.3-Flash with decays in bfloat16, batch 256: 293 -> 275
         us; H200, 2026-11-30).
         """
-        parts = self.value_vectors // LANES_PER_RECORD
+        parts, rest = divmod(self.value_vectors, LANES_PER_RECORD)
         one_pass = self.probes > 0 and self.padded_window == self.records_per_pass
-        blocks = self.fold_steps // self.fold_block
-        return parts if self.channels and one_pass and parts > 1 and blocks % parts == 0 else 1
+        whole = rest == 0 and self.fold_steps // self.fold_block % max(1, parts) == 0
+        return parts if self.channels and one_pass and parts > 1 and whole else 1
 
     @property
     def values_at(self) -> int:

@@ -24,7 +24,7 @@ from cute_kernels.replay.quant import CopyShape
 from cute_kernels.replay.tensor import Operands
 from cute_kernels.replay.window import Place, address
 
-STREAMED_TOKENS = 5
+STREAMED_TOKENS = 5  # at most, of a step whose loads of values stream by: see `Cta.value_cache`
 
 
 @dataclass(frozen=True)

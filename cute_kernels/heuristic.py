@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
 from cute_kernels.arch import TENSOR_COLUMNS, Arch
-from cute_kernels.configs import ROW_BLOCK, TERMS, KdaOptions, Precision, StepConfig, StepKey, Tile
+from cute_kernels.configs import ROW_BLOCK, TERMS, KdaOptions, Precision, Readout, StepConfig, StepKey, Tile
 from cute_kernels.draft_shape import DraftShape
 from cute_kernels.operands import OperandShape, unfit_reason
 
-LARGEST_TILE_BYTES, LARGEST_CHANNEL_TILE_BYTES = 40 * 1024, 64 * 1024
+LARGEST_TILE_BYTES, LARGEST_WHOLE_TILE_BYTES = 40 * 1024, 64 * 1024
 MULTIPROCESSOR_SMEM_BYTES, RESERVED_SMEM_BYTES = 228 * 1024, 1024  # of sm_90 to sm_103; the latter of each CTA
 MULTIPROCESSOR_THREADS, MULTIPROCESSOR_CTAS = 2048, 32
 MULTIPROCESSOR_REGISTERS, HELD_REGISTERS, LONE_REGISTERS = 65536, 128, 160  # the latter two of a thread
@@ -58,6 +59,8 @@ def invalid_reason(key: StepKey, arch: Arch) -> str | None:
         return f"heads: supported is 1 where heads are split, no copy is read or tcgen05 reads, got {config.heads}"
     if config.precision not in TERMS:
         return f"precision: supported are {', '.join(TERMS)}, got {config.precision}"
+    if config.readout not in get_args(Readout):
+        return f"readout: supported are {', '.join(get_args(Readout))}, got {config.readout}"
     if key.tensor and (reason := unfit_reason(key, arch.tensor_columns)):
         return reason
     needed = smem_bytes(key)
@@ -76,7 +79,7 @@ def on_tensor_memory(key: StepKey, batch: int, arch: Arch) -> StepKey | None:
     many = key.read_dtype == "nvfp4" and batch * key.num_v_heads >= FEW_CTAS
     for warps in (1, 2, 4):
         candidate = replace(key, config=replace(key.config, warps=warps, readout="tcgen05"))
-        small = candidate.heads_together * Tile.of(candidate).bytes <= LARGEST_CHANNEL_TILE_BYTES
+        small = candidate.heads_together * Tile.of(candidate).bytes <= LARGEST_WHOLE_TILE_BYTES
         if invalid_reason(candidate, arch) or not small:
             continue
         if warps >= key.config.warps or (many and room(candidate) > 1):
@@ -106,8 +109,8 @@ def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
 
     The compiler is told how many CTAs to leave room for where the registers that this allows made a step faster: with
     decays by channel one token (GLM-5.3-Flash: 284 -> 281 us, in bfloat16 171 -> 166) and up to 8 of a float32 state,
-    whatever room there is (8: 475 -> 454), and several tokens with an NVFP4 copy (Super: 100 -> 95). Left alone it
-    spills to fit a CTA more with one token of Gated DeltaNet and such a copy.
+    although there is room for 2 (8: 475 -> 454), and several tokens with an NVFP4 copy (Super: 100 -> 95). Left alone
+    it spills to fit a CTA more with one token of Gated DeltaNet and such a copy.
 
     Stochastic rounding takes a 16-bit step of Mamba-2 from 62 to 66 registers, which leave room for a CTA fewer. Told
     to leave room for 8, the compiler keeps to 64, without spills (sm_90a, compiled 2026-11-30, not timed).
@@ -132,7 +135,7 @@ def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
             candidate = on_tensor_memory(candidate, batch, arch) or candidate
             tile = Tile.of(candidate)
         whole = channels or candidate.tensor
-        most = LARGEST_CHANNEL_TILE_BYTES if whole else LARGEST_TILE_BYTES
+        most = LARGEST_WHOLE_TILE_BYTES if whole else LARGEST_TILE_BYTES
         if tile.bytes > most or invalid_reason(candidate, arch):
             continue
         if key.drafts:
@@ -140,7 +143,7 @@ def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
             most = HELD_REGISTERS if key.probes == 1 else LONE_REGISTERS
             ctas = min(room(candidate), MULTIPROCESSOR_REGISTERS // (tile.threads * most)) if held else 1
             if channels and key.read_dtype is None and tile.read_bits == 32 and key.num_tokens <= 8:
-                ctas = CHANNEL_CTAS
+                ctas = CHANNEL_CTAS if room(candidate) > 1 else 1
             ctas = 1 if candidate.tensor else ctas
         elif key.rounding == "stochastic" and key.probes == 1:
             ctas = min(room(candidate), MULTIPROCESSOR_REGISTERS // (tile.threads * DRAWING_REGISTERS))

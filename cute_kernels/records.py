@@ -337,6 +337,7 @@ def stage_fold(
     Where channels decay by themselves, their decays must be staged already, the window ending with these records.
     """
     tile, size, ring_size = Tile.of(key), SIZE_BYTES[key.activation_dtype], SIZE_BYTES[key.record_dtype]
+    assert tile.value_parts == 1
     statics = FoldStatics(
         tile=tile,
         state_dtype=key.checkpoint_dtype,

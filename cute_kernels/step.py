@@ -189,7 +189,7 @@ def fold_row(tensors: StepTensors, key: StepKey, place: Place, loads: RowLoads, 
     for part in range(tile.value_parts):
         if part > 0:
             cute.arch.barrier()  # every thread has read the part before
-        if tile.value_parts > 1:
+        if tile.value_parts > 1:  # of a window of one pass
             stage_values(stage, statics, index, lane8, record, weight, part)
             cute.arch.barrier()
         number, of_columns = Int32(part), columns([decays])

@@ -74,16 +74,17 @@ def test_an_explicit_config_is_taken_as_it_is() -> None:
 
 @each_kernel
 def test_planning_again_takes_two_microseconds_of_host_time(kind: Recurrence) -> None:
-    """The best of many short bursts, so that a loaded machine need only have one quiet moment; a plan that is made anew
-    takes many times as long."""
+    """At best: of many short bursts the fastest counts, so that a loaded machine need only have one quiet moment. A
+    plan that is made anew takes many times as long."""
     options, layer = OPTIONS[kind], replace(LAYER, recurrence=kind, num_k_heads=8)
     cached = partial(plan_step, layer, REPLAY, options, arch="sm_90a", batch=200)
     made_anew = partial(
         _planned.__wrapped__, layer, REPLAY, options, "sm_90a", 256, 1, RowOptions(), "record_major", None
     )
     assert cached() is cached() and cached() == made_anew()
-    assert any(timeit(cached, number=100) / 100 <= HOST_S for _ in range(2000))
-    assert min(timeit(made_anew, number=10) / 10 for _ in range(20)) > 5 * HOST_S
+    best = min(timeit(cached, number=100) / 100 for _ in range(2000))
+    assert best <= HOST_S
+    assert min(timeit(made_anew, number=10) / 10 for _ in range(20)) > 5 * best
 
 
 @pytest.mark.parametrize(
@@ -156,16 +157,16 @@ HEURISTIC: list[tuple[Recurrence, ReplaySpec, int, StepConfig]] = [
     ("gdn", FLOAT32, 1, StepConfig(split=2, fold_values=32)),
     ("gdn", FLOAT32, 8, StepConfig(split=2, warps=2, fold_values=32)),
     ("gdn", BFLOAT16, 8, StepConfig(warps=4, fold_values=32)),
-    ("kda", FLOAT32, 1, StepConfig(ctas=2, fold_values=32)),
-    ("kda", BFLOAT16, 1, StepConfig(fold_values=32)),
-    ("kda", FLOAT32, 8, StepConfig(warps=4, fold_values=32)),
+    ("kda", FLOAT32, 1, StepConfig(ctas=3, fold_values=32)),
+    ("kda", BFLOAT16, 1, StepConfig(ctas=3, fold_values=32)),
+    ("kda", FLOAT32, 8, StepConfig(warps=4, ctas=3, fold_values=32)),
+    ("kda", BFLOAT16, 8, StepConfig(warps=4, fold_values=32)),
 ]
 
 
 @pytest.mark.parametrize(("kind", "replay", "tokens", "config"), HEURISTIC)
 def test_the_heuristics_choices(kind: Recurrence, replay: ReplaySpec, tokens: int, config: StepConfig) -> None:
-    """For heads of 64 rows, with two probes of 128. Where `ctas` is above 1 it is what shared memory has room for. With
-    tcgen05 other numbers of it fit (`tests/test_readout.py`)."""
+    """For heads of 64 rows, with two probes of 128. With tcgen05 others fit (`tests/test_readout.py`)."""
     layer = replace(LAYER, recurrence=kind, head_dim=64 if kind == "mamba2" else 128)
     for arch in ARCHES:
         key = plan(layer, replay, num_tokens=tokens, arch=arch).key
@@ -173,9 +174,15 @@ def test_the_heuristics_choices(kind: Recurrence, replay: ReplaySpec, tokens: in
         if key.config.readout == "tcgen05":
             continue
         assert key.config == replace(config, precision="tf32")
+
+
+def test_three_whole_heads_of_kimi_are_on_a_multiprocessor() -> None:
+    """Tiles of 64 KiB, with float32 and with bfloat16 decays."""
+    layer = replace(LAYER, recurrence="kda", head_dim=128)
+    for decay in (torch.float32, torch.bfloat16):
+        key = plan(layer, ReplaySpec(decay_dtype=decay)).key
         each = smem_bytes(key) + RESERVED_SMEM_BYTES
-        if config.ctas > 1:
-            assert config.ctas * each <= MULTIPROCESSOR_SMEM_BYTES < (config.ctas + 1) * each
+        assert Tile.of(key).bytes == 64 * 1024 and 3 * each <= MULTIPROCESSOR_SMEM_BYTES < 4 * each
 
 
 @pytest.mark.parametrize(

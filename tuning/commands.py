@@ -89,6 +89,8 @@ def tune(dry_run: bool, predicts: bool, arch: str | None, as_json: bool, no_prun
         raise click.UsageError("--arch: only with --dry-run or --predict; what is timed is this machine's GPU")
     if predicts and given["out"] is None:
         raise click.UsageError("--predict: name a table with --out; measured ones hold no predicted times")
+    if (dry_run or predicts) and (given["time_limit"] is not None or given["plot"]):
+        raise click.UsageError("--time-limit, --plot: not with --dry-run or --predict, where nothing is timed")
     shapes, replays = _layers(given)
     jobs = checked(lambda: jobs_of(shapes, replays, given["batches"], given["accepted"]))
     here = torch.cuda.is_available()

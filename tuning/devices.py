@@ -20,9 +20,9 @@
 * (g) what public microbenchmarks of H100 reach; it only weighs in what an encoding reads again.
 * (h) as on the H200: not known.
 
-The calibrated constants below are of the H200 and serve every device. They were fitted to the 243 medians of
-rows that read, rows that fold and plain steps that docs/prediction.md compares, by least fourth powers of the logarithm
-of the ratio.
+The calibrated constants below are of the H200 and serve every device. They were fitted to 243 medians of rows that
+read, rows that fold and plain steps, of kernels before those that docs/prediction.md compares, by least fourth powers
+of the logarithm of the ratio.
 """
 
 from __future__ import annotations

@@ -144,31 +144,31 @@ def _results(one: Instruction, state: State, warp: int) -> State:
         return {words[0]: tuple(warp * len(LANES) + lane for lane in LANES)}
     if kind == "PLOP3":
         values = [_read(word, state) for word in words[2:5]]
-        return _each(words[:1], values, lambda a, b, c: _constant(words[5]) >> (4 * a + 2 * b + c) & 1)
+        return _each(words[0], values, lambda a, b, c: _constant(words[5]) >> (4 * a + 2 * b + c) & 1)
     if kind == "ISETP" and ".EX" not in one.name:
         return _compared(one, words, state)
     if one.opcode == "VOTEU" and _PREDICATE.fullmatch(words[0]):
-        (value,) = [_read(words[1], state)]
+        value = _read(words[1], state)
         return {} if value is None else {words[0]: (int((all if ".ALL" in one.name else any)(value)),) * len(LANES)}
     if not _REGISTER.fullmatch(words[0]):
         return {}
-    sources = [word for i, word in enumerate(words[1:]) if i or not _PREDICATE.fullmatch(word)]
+    sources = words[1:]
     # Carries stand in front of the sources, and predicates that are asked for behind them.
     while sources and _PREDICATE.fullmatch(sources[0]):
         sources.pop(0)
-    return _each(words[:1], [_read(word, state) for word in sources], _function(one, kind, sources))
+    return _each(words[0], [_read(word, state) for word in sources], _function(one, kind, sources))
 
 
 def _constant(word: str) -> int:
     return constant(word) or 0
 
 
-def _each(names: list[str], values: list[Value | None], function: Callable[..., int] | None) -> State:
+def _each(name: str, values: list[Value | None], function: Callable[..., int] | None) -> State:
     """The result of a function of each lane's values, where all are known."""
     known = [value for value in values if value is not None]
     if function is None or len(known) < len(values):
         return {}
-    return {names[0]: tuple(function(*lane) & 0xFFFFFFFF for lane in zip(*known, strict=True))}
+    return {name: tuple(function(*lane) & 0xFFFFFFFF for lane in zip(*known, strict=True))}
 
 
 def _compared(one: Instruction, words: list[str], state: State) -> State:

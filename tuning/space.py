@@ -22,7 +22,7 @@ from cute_kernels.heuristic import (
 )
 from replayssm.tuned import TUNED_FIELDS, Parameters, Shape
 
-FEW_CTAS = 2  # of a multiprocessor: then tiles of half the size are tried too
+FEW_RESIDENT = 2  # CTAs of a multiprocessor, where smaller tiles are tried too
 FOLD_VALUES = (4, 8, 16, 32, 64)
 WARPS = (1, 2, 4, 8)
 HEADS = (1, 2, 4, 8)
@@ -169,7 +169,7 @@ def prune_wasteful(rows: int, multiprocessors: int) -> Prune:
     def enough(key: StepKey, split: int) -> bool:
         """Whether so many CTAs a head leave no multiprocessor idle, and room for some of them on each."""
         fewer = replace(key, config=replace(key.config, split=split))
-        return rows * key.num_v_heads * split >= multiprocessors and room(fewer) > FEW_CTAS
+        return rows * key.num_v_heads * split >= multiprocessors and room(fewer) > FEW_RESIDENT
 
     def wasteful(candidate: Candidate, first: Candidate, splits: Sequence[int]) -> bool:
         key, tile = candidate.key, Tile.of(candidate.key)

@@ -98,6 +98,8 @@ CASES = (
     Run("sm_103a", replace(case("kda", (2, 2, 64, 64), 16, F16, F32), value_dtype=F32), layout="strided"),
     Run("sm_90a", replace(case("kda", (4, 2, 64, 64), 5, F32, BF16), decay_dtype=BF16), DeltaGiven(lower_bound=-0.5),
         pdl=True),
+    Run("sm_90a", case("kda", (1, 1, 80, 64), 16, F32, F32)),
+    Run("sm_90a", replace(case("kda", (1, 1, 128, 64), 16, BF16, F32), value_dtype=F32)),
 )  # fmt: skip
 
 
@@ -122,7 +124,7 @@ def test_a_step_is_the_replay_form(run: Run) -> None:
 HEAD_DIMS: dict[Recurrence, tuple[set[int], set[int]]] = {
     "mamba2": ({64, 80}, {64, 128}),
     "gdn": ({64, 128}, {64, 128, 256}),
-    "kda": ({64, 128}, {64, 128, 256}),
+    "kda": ({64, 80, 128}, {64, 128, 256}),
 }
 each_kernel = pytest.mark.parametrize("kind", KERNELS)
 
@@ -193,6 +195,7 @@ def test_steps_and_commits_are_the_recurrence(kind: Recurrence) -> None:
 
 SMALL = {kind: Run("sm_90a", case(kind, (1, 1, 64, 64), 5, BF16, F32)) for kind in KERNELS}
 IN_PARTS = Run("sm_90a", case("kda", (1, 1, 128, 64), 16, BF16, F32))
+ODD_ROWS, IN_FOUR_PARTS = CASES[-2:]
 
 
 @each_kernel
@@ -364,6 +367,7 @@ def test_each_barrier_is_needed_where_values_are_staged_in_parts(barrier: int) -
     assert re.match(UNORDERED, first), first
 
 
-@pytest.mark.parametrize("run", [*SMALL.values(), IN_PARTS], ids=lambda run: run.id)
+@pytest.mark.parametrize("run", [*SMALL.values(), IN_PARTS, IN_FOUR_PARTS, ODD_ROWS], ids=lambda run: run.id)
 def test_the_kernel_without_a_fault_passes(run: Run) -> None:
+    """With the launch parameters of the plan, which fold more values at a time than those of `CASES`."""
     assert caught(run, str) == []

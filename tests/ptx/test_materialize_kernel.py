@@ -81,6 +81,7 @@ def runs_of(kind: Recurrence) -> list[Run]:
         Run("sm_103a", case(kind, (2, 1, 80, 64), 16, F32, BF16), ("head_major",), torch.int64),
         Run("sm_103a", case(kind, (1, 1, 64, 256), 1, F32, F32)),
         Run("sm_90a", case(kind, (1, 1, 64, 128), 33, F16, F16, **odd)),
+        Run("sm_90a", case(kind, (1, 1, 128, 128), 16, BF16, F32)),
     ]
 
 
@@ -122,7 +123,7 @@ def test_the_grid_covers_what_it_says(kind: Recurrence) -> None:
     runs = runs_of(kind)
     cases = [run.case for run in runs]
     assert {c.activation for c in cases} == {c.checkpoint for c in cases} == {F32, BF16, F16}
-    assert ({c.V for c in cases}, {c.K for c in cases}) == ({64, 80}, {64, 128, 256})
+    assert ({c.V for c in cases}, {c.K for c in cases}) == ({64, 80, 128}, {64, 128, 256})
     assert {c.window for c in cases} == {1, 5, 16, 33}
     assert {c.HV // c.HK for c in cases} == {1, 2}
     assert {layout for run in runs for layout in run.layouts} == {"record_major", "head_major", "strided"}

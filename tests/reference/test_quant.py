@@ -62,9 +62,7 @@ def codes_nvfp4(state: np.ndarray, divisors: tuple[float, ...]) -> tuple[np.ndar
             tile = tiles[head, row // 16]
             for b in range(columns // 16):
                 part, best = state[head, row, 16 * b : 16 * b + 16], np.inf
-                power = (
-                    max(np.frexp(np.abs(part).max())[1], -125) if part.any() else -125
-                )  # in 0.5 to 1 times its power
+                power = -125 if not part.any() else max(np.frexp(np.abs(part).max())[1], -125)  # 0.5 to 1 times that
                 part = np.ldexp(part, 2 - power).astype(np.float16)
                 largest = f32(np.abs(part).max())
                 for divisor in divisors:

@@ -15,7 +15,7 @@ import torch
 
 from cute_kernels.arch import ARCHES, Arch
 from cute_kernels.configs import StepConfig, StepKey, Tile
-from cute_kernels.heuristic import heuristic_config, invalid_reason, smem_bytes
+from cute_kernels.heuristic import CHANNEL_CTAS, heuristic_config, invalid_reason, smem_bytes
 from replayssm.spec import LayerSpec, ReadDtype, ReplaySpec
 from replayssm.tuned import Shape
 from tuning.matrix import ALL_MODELS
@@ -61,8 +61,9 @@ def test_every_kernel_once(layer: LayerSpec) -> None:
         kernels = [kernel_of(c.key) for c in found]
         assert len(set(kernels)) == len(kernels)
         assert all(invalid_reason(c.key, ARCH) is None for c in found)
-        assert all(c.room == fitting(c.key) and c.config.ctas in (1, filling(c.key)) for c in found)
-        wanted = {kernel_of(key) for key in enumerated(shape, ARCH)}
+        assert all(c.room == fitting(c.key) for c in found)
+        assert all(c.config.ctas in (1, filling(c.key)) for c in found[1:])
+        wanted = {kernel_of(key) for key in [found[0].key, *enumerated(shape, ARCH)]}
         powers = {kernel for kernel in wanted if kernel[-1].bit_count() == 1}
         assert powers <= set(kernels) <= wanted
 
@@ -73,7 +74,7 @@ def test_the_heuristics_choice_comes_first_and_all_are_as_exact(name: str, arch:
     for shape in shapes(lookup(name).layer):
         found = candidates(shape, 1, ARCHES[arch])
         assert found[0].config == heuristic_config(found[0].key, 1, ARCHES[arch])
-        assert found[0].config.ctas in (1, filling(found[0].key))
+        assert found[0].config.ctas in (1, filling(found[0].key), CHANNEL_CTAS)
         assert {c.config.precision for c in found} == {found[0].config.precision}
         assert {c.config.readout for c in found} == {found[0].config.readout}
         # Heads of 64 rows are whole on tcgen05.
@@ -229,7 +230,7 @@ def test_few_candidates_are_left_to_compile(name: str, tp: int, tokens: int, rea
         ("nemotron-3-super", ReplaySpec(read_dtype="nvfp4"), 256, StepConfig(1, 1, 1, 32)),
         ("qwen3.5-122b-a10b", ReplaySpec(max_draft=8), 256, StepConfig(2, 2, 1, 32)),
         ("glm-5.3-flash", ReplaySpec(max_draft=8), 256, StepConfig(1, 4, 1, 32)),
-        ("glm-5.3-flash", ReplaySpec(), 256, StepConfig(1, 4, 2, 32)),
+        ("glm-5.3-flash", ReplaySpec(), 256, StepConfig(1, 4, 3, 32)),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
