@@ -23,14 +23,14 @@ class StepConfig:
 
     Args:
         split: CTAs that share the V rows of one head.
-        warps: of a CTA: 4 or 8, and for several tokens, or where a copy is read, also 1 or 2. With tcgen05 of a head,
-            1, 2 or 4: a CTA then has 4, of as many heads.
+        warps: of a CTA: 4 or 8, and for several tokens, or where a copy is read, also 1 or 2. With tcgen05
+            those of a head, 1, 2 or 4: a CTA then has 4.
         ctas: CTAs that the registers of a multiprocessor must have room for; 1 leaves it to the compiler.
         fold_values: state values that a thread of a fold keeps in registers at a time.
         heads: of one key head that a CTA takes one after the other, where a copy is read: it scores the records once.
         precision: of the products of several tokens, on tensor cores: a float32 factor becomes the sum of 3 bfloat16
             terms ("fp32", all of its 24 bits), of 2 ("tf32", 16 bits, more than TF32 has) or 1 ("bf16", 8 bits).
-            Sums are float32, and a 16-bit factor is never rounded. One token's products are always float32.
+            Sums are float32, and a 16-bit factor is never rounded. One token's, without a copy, are float32.
         readout: what multiplies the state by several tokens' probes: "mma", registers of all warps; "tcgen05",
             tensor memory (`operands.OperandShape` says what precision means there); "tcgen05_f16" likewise, with NVFP4
             codes made bfloat16 on their way there instead of multiplied as they are.

@@ -165,7 +165,7 @@ class Cta:
     def value_cache(self) -> str:
         """The policy of loads of values, which one head reads. Few tokens let them stream by, for what is written to
         stay in L2; of more it is more than fits there (batch 256, 2, 4, 6 and 8 tokens, Super: 267 -> 256, 274 -> 271,
-        280 -> 281, 285 -> 288 us; Qwen3.5-122B: 273 -> 266, 284 -> 281, 291 -> 290, 297 -> 299; H200, 2026-11-30)."""
+        280 -> 281, 285 -> 288 us; Qwen3.5-122B: 274 -> 266, 284 -> 281, 291 -> 290, 297 -> 299; H200, 2026-11-30)."""
         return STREAM if self.shape.tokens <= STREAMED_TOKENS else KEEP
 
     def own(self, first: int) -> list[Any]:

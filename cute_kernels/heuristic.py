@@ -38,7 +38,7 @@ def room(key: StepKey) -> int:
 
 
 def invalid_reason(key: StepKey, arch: Arch) -> str | None:
-    """Why this key has no kernel on this architecture, or None: the one statement of what the SIMT step supports."""
+    """Why this key has no kernel on this architecture, or None: the one statement of what steps support."""
     if key.d_state not in (64, 128, 256):
         return f"d_state: supported are 64, 128 and 256, got {key.d_state}"
     if key.head_dim not in (64, 80, 128):
@@ -94,18 +94,17 @@ def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
     even where most multiprocessors stay idle: 16 to 128 heads at batch 1 to 8 took as long or longer with 2 or 4 CTAs a
     head, since each repeats the work on the window (H200, 2026-11-29, docs/performance.md). Where channels decay by
     themselves that work is so much that larger tiles are better (GLM-5.3-Flash, batch 256: 294 -> 281 us, of 8 tokens
-    659 -> 503; this and what follows H200, 2026-11-30).
+    660 -> 503; this and what follows H200, 2026-11-30).
 
     Products on tensor cores take few warps, since all of them wait for the scores of all: 32 rows a warp, 64 of codes
-    (Super, batch 256, 8 tokens: 316 us with 4 warps, 282 with 2), but 16 where there is no other CTA to fill a
+    (Super, batch 256, 8 tokens: 321 us with 4 warps, 286 with 2), but 16 where there is no other CTA to fill a
     multiprocessor (Super, NVFP4, batch 1: 6.7 -> 6.1). 128 rows of a delta rule with an NVFP4 copy would spill, and are
     faster only as long as no row folds (GDN 122B: 85 us with 2 warps, 76 with 1, but 135 with 2 where 1 row in 16
     folds, more with 1). Products are as precise as what is made of them: 16 bits for outputs and records of 16 bits.
 
     A CTA takes one head. With an NVFP4 copy, where scoring the records is as much work as a head, several are faster as
     long as no row folds (Super, batch 256: 73 -> 62 us with 8 heads, of 8 tokens 95 -> 89). But a row that folds then
-    has few CTAs: where 1 row in 16 folds at a time, as in a server, 8 heads take 228 us and one 126, at batch 32 4 take
-    65 and one 26.
+    has few CTAs: where 1 row in 16 folds at a time, as in a server, 8 heads take 218 us and one 128.
 
     The compiler is told how many CTAs to leave room for where the registers that this allows made a step faster: with
     decays by channel one token (GLM-5.3-Flash: 284 -> 281 us, in bfloat16 171 -> 166) and up to 8 of a float32 state,
@@ -115,7 +114,8 @@ def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
     Stochastic rounding takes a 16-bit step of Mamba-2 from 62 to 66 registers, which leave room for a CTA fewer. Told
     to leave room for 8, the compiler keeps to 64, without spills (sm_90a, compiled 2026-11-30, not timed).
 
-    Where the architecture has tcgen05 and it serves the key, it reads the state of several tokens (docs/blackwell.md).
+    Where the architecture has tcgen05 and it serves the key, it reads the state of several tokens, and copies
+    (docs/blackwell.md).
 
     A float32 checkpoint leaves registers to fold 32 values at a time. With two probes shared memory limits the CTAs
     before registers do, and a 16-bit one folds as many (GDN at batch 256: 403 -> 353 us, non-flush 135.6 and 135.5).

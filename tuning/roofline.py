@@ -1,7 +1,7 @@
 """The bytes that a step must move, and the time that the memory needs for them.
 
 A step of one layer with R rows, T tokens a row and h live records a row moves, with s, a, d and g the bytes of an
-element of the checkpoint, the activations, the decay ring (always float32) and the step's gates:
+element of the checkpoint, the activations, the decay ring (float32, or Kimi's in bfloat16) and the step's gates:
 
 | part | bytes a row | when |
 |---|---|---|
