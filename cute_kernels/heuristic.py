@@ -15,7 +15,7 @@ MULTIPROCESSOR_SMEM_BYTES, RESERVED_SMEM_BYTES = 228 * 1024, 1024  # of sm_90 to
 MULTIPROCESSOR_THREADS, MULTIPROCESSOR_CTAS = 2048, 32
 MULTIPROCESSOR_REGISTERS, HELD_REGISTERS, LONE_REGISTERS = 65536, 128, 160  # the latter two of a thread
 DRAWING_REGISTERS = 64  # likewise, of a step that rounds stochastically
-CHANNEL_CTAS = 3  # of a recurrence whose channels decay by themselves
+CHANNEL_CTAS, LONG_CHANNEL_CTAS = 3, 2  # of a recurrence whose channels decay by themselves; with more than 16 records
 FEW_CTAS = 264  # 2 on each of an H200's multiprocessors
 
 
@@ -108,8 +108,9 @@ def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
 
     The compiler is told how many CTAs to leave room for where the registers that this allows made a step faster: with
     decays by channel one token (GLM-5.3-Flash: 284 -> 281 us, in bfloat16 171 -> 166) and up to 8 of a float32 state,
-    although there is room for 2 (8: 475 -> 454), and several tokens with an NVFP4 copy (Super: 100 -> 95). Left alone
-    it spills to fit a CTA more with one token of Gated DeltaNet and such a copy.
+    although there is room for 2 (8: 475 -> 454), both at windows of up to 16, since longer ones would spill; and
+    several tokens with an NVFP4 copy (Super: 100 -> 95). Left alone it spills to fit a CTA more with one token of Gated
+    DeltaNet and such a copy.
 
     Stochastic rounding takes a 16-bit step of Mamba-2 from 62 to 66 registers, which leave room for a CTA fewer. Told
     to leave room for 8, the compiler keeps to 64, without spills (sm_90a, compiled 2026-11-30, not timed).
@@ -143,11 +144,12 @@ def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
             most = HELD_REGISTERS if key.probes == 1 else LONE_REGISTERS
             ctas = min(room(candidate), MULTIPROCESSOR_REGISTERS // (tile.threads * most)) if held else 1
             if channels and key.read_dtype is None and tile.read_bits == 32 and key.num_tokens <= 8:
-                ctas = CHANNEL_CTAS if room(candidate) > 1 else 1
+                ctas = CHANNEL_CTAS if room(candidate) > 1 and key.window <= ROW_BLOCK else 1
             ctas = 1 if candidate.tensor else ctas
         elif key.rounding == "stochastic" and key.probes == 1:
             ctas = min(room(candidate), MULTIPROCESSOR_REGISTERS // (tile.threads * DRAWING_REGISTERS))
         else:
-            ctas = min(room(candidate), CHANNEL_CTAS) if channels else 1
+            most = CHANNEL_CTAS if key.window <= ROW_BLOCK else LONG_CHANNEL_CTAS
+            ctas = min(room(candidate), most) if channels else 1
         return replace(candidate.config, ctas=ctas)
     return None
