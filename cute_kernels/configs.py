@@ -311,6 +311,11 @@ class Tile:
         return self.probes > 1
 
     @property
+    def whole_passes(self) -> bool:
+        """Whether passes over the padded window end with it, so that no thread has a record behind it."""
+        return self.padded_window % self.records_per_pass == 0
+
+    @property
     def value_parts(self) -> int:
         """Parts of the rows whose values a fold stages one after the other.
 
@@ -341,7 +346,7 @@ class Tile:
         It saves memory as `value_parts` does.
         """
         own = WARP // LANES_PER_RECORD * self.d_state
-        return self.channels and self.padded_window % self.records_per_pass == 0 and self.probes * self.rows <= own
+        return self.channels and self.whole_passes and self.probes * self.rows <= own
 
     def partials_at(self, probe: int, warp: Any) -> Any:
         """Where in the staging memory a warp keeps its partial sums of a probe, float [rows]."""

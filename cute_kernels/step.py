@@ -186,14 +186,14 @@ def fold_row(tensors: StepTensors, key: StepKey, place: Place, loads: RowLoads, 
     bulk_wait(shared.arrival)
     slot, head = loads.cursor.slot, place.head
     checkpoint = address(tensors.pool.checkpoint, SIZE_BYTES[key.checkpoint_dtype], slot, head, place.first_row)
+    of_columns, count = columns([decays]), loads.cursor.count
     for part in range(tile.value_parts):
         if part > 0:
             cute.arch.barrier()  # every thread has read the part before
         if tile.value_parts > 1:  # of a window of one pass
             stage_values(stage, statics, index, lane8, record, weight, part)
             cute.arch.barrier()
-        number, of_columns = Int32(part), columns([decays])
-        fold_tile(stage, statics, shared.state, checkpoint, loads.cursor.count, of_columns, probes, noise, number)
+        fold_tile(stage, statics, shared.state, checkpoint, count, of_columns, probes, noise, Int32(part))
     if policy.value_needs_state:
         if not channels:
             append_folded_decay(tensors.pool, place, loads.cursor, gate)

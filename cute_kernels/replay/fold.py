@@ -100,14 +100,13 @@ def stage_record(
     """Write one record, as the 8 lanes that share it have loaded it, with its values weighted, if it is one of the
     padded window; where values are staged in parts, without them."""
     tile = statics.tile
-    whole = tile.padded_window % tile.records_per_pass == 0
-    kept = True if whole else Int32(record < tile.padded_window)
+    kept = True if tile.whole_passes else Int32(record < tile.padded_window)
     vector_bytes = tile.vector * tile.key_size
     where = stage.keys + record * (tile.d_state * tile.key_size) + lane8 * vector_bytes
     for c, words in enumerate(loaded.key):
         for first in range(0, len(words), 4):
             skip = c * LANES_PER_RECORD * vector_bytes + 4 * first
-            if whole:
+            if tile.whole_passes:
                 store_shared(where, words[first : first + 4], offset=skip)
             else:
                 store_shared_if(kept, where + skip, words[first : first + 4])
@@ -120,13 +119,12 @@ def stage_values(
 ) -> None:
     """Write the values of one of `tile.value_parts` likewise."""
     tile = statics.tile
-    whole = tile.padded_window % tile.records_per_pass == 0
     record_values = stage.values + record * (tile.staged_values * tile.staged_size)
     vectors = len(loaded.values) // tile.value_parts
     for c, words in enumerate(loaded.values[part * vectors : (part + 1) * vectors]):
         vector = c * LANES_PER_RECORD + lane8
         inside = vector < tile.value_vectors
-        if not whole:
+        if not tile.whole_passes:
             inside = Int32(record < tile.padded_window) * Int32(inside)
         for e, x in enumerate(unpack(words, statics.value_dtype)):
             row = vector * tile.value_vector + e
