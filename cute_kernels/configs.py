@@ -247,7 +247,8 @@ class Tile:
 
     @property
     def fold_lanes(self) -> int:
-        return min(WARP, self.d_state // self.vector)
+        """Lanes that share a row of a fold, whose 16-byte accesses lie together."""
+        return 4
 
     @property
     def fold_chunks(self) -> int:
@@ -255,26 +256,10 @@ class Tile:
         return self.d_state // self.vector // self.fold_lanes
 
     @property
-    def fold_rows(self) -> int:
-        """Rows that the CTA's fold covers at once."""
-        return self.threads // self.fold_lanes
-
-    @property
-    def fold_steps(self) -> int:
-        """Rows that one thread folds."""
-        return self.rows // self.fold_rows
-
-    @property
-    def fold_block(self) -> int:
-        """Rows that one thread folds at a time."""
-        most = max(1, self.fold_values // (self.vector * self.fold_chunks))
-        return max(n for n in range(1, most + 1) if self.fold_steps % n == 0)
-
-    @property
-    def fold_unroll(self) -> int:
-        """Records that a fold takes an iteration: a power of two that makes up to 64 products a thread, at least 2."""
-        most = 64 // (self.fold_block * self.vector * self.fold_chunks)
-        return max(2, 1 << (max(1, most).bit_length() - 1))
+    def fold_span(self) -> int:
+        """Of these, how many at a time, of two rows: a power of two."""
+        most = max(1, self.fold_values // (2 * self.vector))
+        return min(self.fold_chunks, 1 << (most.bit_length() - 1))
 
     @property
     def padded_window(self) -> int:
@@ -287,9 +272,29 @@ class Tile:
         return 4 if self.channels else self.activation_size
 
     @property
+    def key_stride(self) -> int:
+        """Bytes between staged keys: 8 of them lie in all banks, but for scaled ones, which replace decays."""
+        return self.d_state * self.key_size + (0 if self.channels else 16)
+
+    @property
+    def value_stride(self) -> int:
+        """Bytes between the staged values of two records."""
+        return self.staged_values * self.staged_size
+
+    @property
+    def value_turns(self) -> int:
+        """Of 8 rows of neighbouring records, how many lie in other banks: group i of record j is at i ^ (j % this)."""
+        return 4 if self.staged_values % 32 == 0 else 2
+
+    @property
     def channel_bytes(self) -> int:
         """Shared memory of the decays by channel (`replay.channels`), in which a fold also stages the scaled keys."""
         return (self.padded_window + 1 + self.tokens) * self.d_state * 4 if self.channels else 0
+
+    @property
+    def window_row(self) -> int:
+        """Of the decays by channel, that of the whole window: behind that of one token, which a fold needs longer."""
+        return self.padded_window + (1 if self.probes > 0 else 0)
 
     @property
     def staged_vector_bytes(self) -> int:
@@ -299,7 +304,7 @@ class Tile:
     @property
     def staged_size(self) -> int:
         """Bytes of a staged value: float once it is weighted; where channels decay it stays as the ring has it."""
-        return self.value_size if self.channels and self.fold_block % 2 == 0 else 4
+        return self.value_size if self.channels else 4
 
     @property
     def products_in_rows(self) -> bool:
@@ -325,14 +330,14 @@ class Tile:
         """
         parts, rest = divmod(self.value_vectors, LANES_PER_RECORD)
         one_pass = self.probes > 0 and self.padded_window == self.records_per_pass
-        whole = rest == 0 and self.fold_steps // self.fold_block % max(1, parts) == 0
-        return parts if self.channels and one_pass and parts > 1 and whole else 1
+        return parts if self.channels and one_pass and parts > 1 and rest == 0 else 1
 
     @property
     def values_at(self) -> int:
         """Where a fold's staged values begin."""
-        keys = self.padded_window * self.d_state * self.key_size
-        return self.channel_bytes if self.channels and self.value_parts == 1 else keys
+        if self.value_parts > 1:
+            return (self.padded_window + 1) * self.d_state * 4  # what one token decays by stays
+        return self.channel_bytes if self.channels else self.padded_window * self.key_stride
 
     @property
     def staged_values(self) -> int:
@@ -357,8 +362,8 @@ class Tile:
     @property
     def staging_bytes(self) -> int:
         """Shared memory beside the tile: the fold's records, or the readout's partial sums there."""
-        products = 0 if self.products_in_rows else self.rows * 4
-        fold = self.values_at + self.padded_window * self.staged_values * self.staged_size + products
+        products = self.rows * 4 if self.probes == 1 else 0
+        fold = self.values_at + self.padded_window * self.value_stride + products
         partials = 0 if self.partials_over_decays else self.warps * self.probes * self.rows * 4
         return max(fold, self.channel_bytes + partials)
 

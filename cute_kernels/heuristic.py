@@ -14,8 +14,10 @@ LARGEST_TILE_BYTES, LARGEST_WHOLE_TILE_BYTES = 40 * 1024, 64 * 1024
 MULTIPROCESSOR_SMEM_BYTES, RESERVED_SMEM_BYTES = 228 * 1024, 1024  # of sm_90 to sm_103; the latter of each CTA
 MULTIPROCESSOR_THREADS, MULTIPROCESSOR_CTAS = 2048, 32
 MULTIPROCESSOR_REGISTERS, HELD_REGISTERS, LONE_REGISTERS = 65536, 128, 160  # the latter two of a thread
+SCHEDULERS = 4  # of a multiprocessor
 DRAWING_REGISTERS = 64  # likewise, of a step that rounds stochastically
-CHANNEL_CTAS, LONG_CHANNEL_CTAS = 3, 2  # of a recurrence whose channels decay by themselves; with more than 16 records
+CHANNEL_CTAS, LONG_CHANNEL_CTAS = 4, 2  # of a recurrence whose channels decay by themselves; with more than 16 records
+CHANNEL_DRAFT_CTAS = 3  # likewise, of several tokens
 FEW_CTAS = 264  # 2 on each of an H200's multiprocessors
 
 
@@ -51,7 +53,7 @@ def invalid_reason(key: StepKey, arch: Arch) -> str | None:
         return f"warps: supported are {', '.join(map(str, most))}, got {config.warps}"
     if key.head_dim % config.split or tile.rows % ROW_BLOCK:
         return f"split: {key.head_dim} rows do not split into {config.split} parts of whole {ROW_BLOCK}s"
-    if tile.rows % tile.fold_rows or (not key.drafts and tile.rows % tile.readout_rows):
+    if not key.drafts and tile.rows % tile.readout_rows:
         return f"warps: {tile.rows} rows are not a multiple of those that {config.warps} warps take at once"
     if config.heads < 1 or (key.num_v_heads // key.num_k_heads) % config.heads:
         return f"heads: {key.num_v_heads // key.num_k_heads} of a key head do not go by {config.heads}"
@@ -107,9 +109,9 @@ def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
     has few CTAs: where 1 row in 16 folds at a time, as in a server, 8 heads take 218 us and one 128.
 
     The compiler is told how many CTAs to leave room for where the registers that this allows made a step faster: with
-    decays by channel one token (GLM-5.3-Flash: 284 -> 281 us, in bfloat16 171 -> 166) and up to 8 of a float32 state,
-    although there is room for 2 (8: 475 -> 454), both at windows of up to 16, since longer ones would spill; and
-    several tokens with an NVFP4 copy (Super: 100 -> 95). Left alone it spills to fit a CTA more with one token of Gated
+    decays by channel one token of a 16-bit state (GLM-5.3-Flash: 184 -> 170 us) and up to 8 of a float32 state, although
+    there is room for 2 (8: 475 -> 454), both at windows of up to 16, since longer ones would spill; and several tokens
+    with an NVFP4 copy (Super: 100 -> 95). Left alone it spills to fit a CTA more with one token of Gated
     DeltaNet and such a copy.
 
     Stochastic rounding takes a 16-bit step of Mamba-2 from 62 to 66 registers, which leave room for a CTA fewer. Told
@@ -143,13 +145,15 @@ def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
             held = nvfp4 and not channels and (key.probes == 1) == (key.num_tokens > 1)
             most = HELD_REGISTERS if key.probes == 1 else LONE_REGISTERS
             ctas = min(room(candidate), MULTIPROCESSOR_REGISTERS // (tile.threads * most)) if held else 1
+            alike = max(1, SCHEDULERS // tile.warps)  # each has registers of its own
+            ctas = max(1, ctas // alike * alike)
             if channels and key.read_dtype is None and tile.read_bits == 32 and key.num_tokens <= 8:
-                ctas = CHANNEL_CTAS if room(candidate) > 1 and key.window <= ROW_BLOCK else 1
+                ctas = CHANNEL_DRAFT_CTAS if room(candidate) > 1 and key.window <= ROW_BLOCK else 1
             ctas = 1 if candidate.tensor else ctas
         elif key.rounding == "stochastic" and key.probes == 1:
             ctas = min(room(candidate), MULTIPROCESSOR_REGISTERS // (tile.threads * DRAWING_REGISTERS))
         else:
             most = CHANNEL_CTAS if key.window <= ROW_BLOCK else LONG_CHANNEL_CTAS
-            ctas = min(room(candidate), most) if channels else 1
+            ctas = most if channels and room(candidate) >= most else 1
         return replace(candidate.config, ctas=ctas)
     return None

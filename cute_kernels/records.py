@@ -184,10 +184,17 @@ def load_probes(inputs: Any, key: StepKey, place: Place) -> list[list[list[Uint3
 def unpacked_probes(loaded: list[list[list[Uint32]]], key: StepKey) -> list[list[list[Float32]]]:
     """What `load_probes` loaded, as the state meets it."""
     probes = [[unpack(words, key.activation_dtype) for words in vectors] for vectors in loaded]
-    if not policy_of(key).value_needs_state:
-        return probes
+    return scaled(probes, probe_factors(probes, key)) if policy_of(key).value_needs_state else probes
+
+
+def probe_factors(probes: list[list[list[Any]]], key: StepKey) -> list[Float32]:
+    """Of a query and a key as they came: what they are times when they meet the state."""
     query, keys = ([x for vector in probe for x in vector] for probe in probes)
-    factors = policy_of(key).factors(query, keys, ROW_LANES)
+    return list(policy_of(key).factors(query, keys, ROW_LANES))
+
+
+def scaled(probes: list[list[list[Any]]], factors: list[Any]) -> list[list[list[Float32]]]:
+    """The probes times their factors."""
     return [[[x * factor for x in vector] for vector in probe] for probe, factor in zip(probes, factors, strict=True)]
 
 
@@ -346,10 +353,10 @@ def stage_fold(
         staged=key.read_dtype is None and not key.tensor,
         parts=1 if key.read_dtype is None else FoldStatics.copy_parts(tile),
     )
-    stage = FoldStage.of(tile, shared.state, shared.staging, place.thread)
+    stage = FoldStage.of(tile, shared.state, shared.staging, place)
     noise = Noise.load(pool.seed, cursors, cursor.slot, place)
     lane8 = place.lane % LANES_PER_RECORD
-    for first in range(0, key.window, tile.records_per_pass):
+    for first in range(0, tile.padded_window, tile.records_per_pass):
         index = first + place.thread // LANES_PER_RECORD
         valid, physical = Int32(index < cursor.count), cursor.physical(index)
         key_ring = address(pool.key, size, cursor.slot, place.group, physical)
@@ -364,11 +371,10 @@ def stage_fold(
         bulk_wait(shared.arrival)
     columns_of = [decays.window]
     if tile.channels:
-        columns_of = fold_factors(tile, shared.staging, tile.padded_window, stage.column_lane)
+        columns_of = fold_factors(tile, shared.staging, stage.column)
     return StagedFold(stage, statics, columns([columns_of]), noise)
 
 
 def fold_staged(fold: StagedFold, state: Any, to: Any, count: Any, part: Any) -> None:
     """Fold a part of a tile without probes; see `fold_tile`."""
-    no_probes = columns([[Float32(0.0)]])
-    fold_tile(fold.stage, fold.statics, state, to, count, fold.decays, no_probes, fold.noise, part)
+    fold_tile(fold.stage, fold.statics, state, to, count, fold.decays, None, fold.noise, part)

@@ -62,6 +62,8 @@ from cute_kernels.records import (
     leads_group,
     load_epilogue,
     policy_of,
+    probe_factors,
+    scaled,
     stage_channels,
     unpacked_probes,
 )
@@ -69,7 +71,15 @@ from cute_kernels.recurrences.base import Gate
 from cute_kernels.replay.channels import decayed, fold_factors, scaled_key
 from cute_kernels.replay.cursor import RowCursor, is_padding, load_force, load_slot
 from cute_kernels.replay.delta import columns, correction, dot, store_key
-from cute_kernels.replay.fold import FoldStage, FoldStatics, fold_tile, product_at, stage_record, stage_values
+from cute_kernels.replay.fold import (
+    FoldProbes,
+    FoldStage,
+    FoldStatics,
+    fold_tile,
+    product_at,
+    stage_record,
+    stage_values,
+)
 from cute_kernels.replay.noise import Noise
 from cute_kernels.replay.quant import CopyShape
 from cute_kernels.replay.readout import ROW_LANES, add_weighted, read_tile, score, store_partial_sums
@@ -77,7 +87,7 @@ from cute_kernels.replay.window import (
     Place,
     address,
     copy_row,
-    load_row_words,
+    load_key,
     load_scalar_if,
     store_scalar_if,
 )
@@ -169,19 +179,20 @@ def fold_row(tensors: StepTensors, key: StepKey, place: Place, loads: RowLoads, 
     policy, tile, size = policy_of(key), Tile.of(key), SIZE_BYTES[key.activation_dtype]
     gate = policy.gate(tuple(None if x is None else opaque(x) for x in loads.early.token))
     window = Window.of(key, place, loads, gate)
+    factors, score_token = own_product(tensors, key, place, loads)
     channels = policy.decays_per_channel
     key_dtype = "float32" if channels else key.activation_dtype
     statics = FoldStatics(tile, key.checkpoint_dtype, key_dtype, key.record_dtype, parts=tile.value_parts)
     lane8 = place.lane % LANES_PER_RECORD
-    stage = FoldStage.of(tile, shared.state, shared.staging, place.thread)
+    stage = FoldStage.of(tile, shared.state, shared.staging, place)
     noise = Noise.load(tensors.pool.seed, tensors.cursors, loads.cursor.slot, place)
     for record, index, weight in window.passes(tensors, key, place, loads):
         if channels:
             keys = scaled_key(tile, record.key, key.activation_dtype, shared.staging, index, place)
             record = dataclasses.replace(record, key=keys)
         stage_record(stage, statics, index, lane8, record, weight)
-    probes, score_token = load_fold_probes(tensors, key, place, loads.cursor, stage)
-    decays = fold_factors(tile, shared.staging, tile.padded_window, stage.column_lane) if channels else [window.decay]
+    probes = fold_probes(tensors, key, place, shared)
+    decays = fold_factors(tile, shared.staging, stage.column) if channels else [window.decay]
     cute.arch.barrier()
     bulk_wait(shared.arrival)
     slot, head = loads.cursor.slot, place.head
@@ -206,7 +217,9 @@ def fold_row(tensors: StepTensors, key: StepKey, place: Place, loads: RowLoads, 
     token_value = load_scalar_if(inside, value_at, key.activation_dtype)
     epilogue = policy.epilogue(load_epilogue(tensors.inputs, key, place, channel, inside))
     local_row = select(inside != 0, place.thread, Int32(0))
-    products = [load_shared_floats(product_at(stage, tile, local_row, p), 1, 4)[0] for p in range(tile.probes)]
+    products = [
+        load_shared_floats(product_at(stage, tile, local_row, p), 1, 4)[0] * factor for p, factor in enumerate(factors)
+    ]
     if policy.value_needs_state:
         decay = Float32(1.0) if channels else exp2(gate.rate * gate.record)
         value, update = correction([x * decay for x in products], token_value, gate.strength, score_token)
@@ -250,36 +263,28 @@ def append_folded_decay(pool: PoolTensors, place: Place, cursor: RowCursor, gate
     store_words_if(one_thread, decay_ring, [gate.record.bitcast(Uint32)])
 
 
-def load_fold_probes(
-    tensors: StepTensors, key: StepKey, place: Place, cursor: RowCursor, stage: FoldStage
-) -> tuple[cute.Tensor, Float32]:
-    """This thread's columns of the probes as the fold multiplies them, and the product of token's key and query.
+def fold_probes(tensors: StepTensors, key: StepKey, place: Place, shared: TileMemory) -> FoldProbes:
+    """The probes as a fold multiplies them, whose products are to be times what `probe_factors` finds."""
+    policy, tile, size = policy_of(key), Tile.of(key), SIZE_BYTES[key.activation_dtype]
+    inputs = (policy.query(tensors.inputs), policy.key(tensors.inputs))[: tile.probes]
+    places = [address(tensor, size, place.row, 0, place.group) for tensor in inputs]
+    token = shared.staging + tile.padded_window * tile.d_state * 4 if policy.decays_per_channel else None
+    return FoldProbes(places, key.activation_dtype, token)
 
-    With a delta rule the key that the state meets is appended here, by the lanes of the tile's first row.
+
+def own_product(tensors: StepTensors, key: StepKey, place: Place, loads: RowLoads) -> tuple[list[Any], Float32]:
+    """The factors of a folding row's probes, and the product of the token's key and query.
+
+    With a delta rule the key that the state meets is appended here.
     """
     policy, tile, size = policy_of(key), Tile.of(key), SIZE_BYTES[key.activation_dtype]
-    vector_bytes, lanes = tile.vector * size, tuple(1 << b for b in range(tile.fold_lanes.bit_length() - 1))
-    loaded: list[list[Any]] = [[], []]
-    starts = [
-        address(tensor, size, place.row, 0, place.group)
-        for tensor in (policy.query(tensors.inputs), policy.key(tensors.inputs))
-    ]
-    for c in range(tile.fold_chunks):
-        skip = (c * tile.fold_lanes + stage.column_lane) * vector_bytes
-        for probe, start in zip(loaded, starts, strict=True):
-            probe += unpack(load_row_words(True, start + skip, vector_bytes // 4), key.activation_dtype)
-    factors = policy.factors(loaded[0], loaded[1], lanes)
-    probes = [[x * factor for x in probe] for probe, factor in zip(loaded, factors, strict=True)]
+    probes = [[unpack(words, key.activation_dtype) for words in vectors] for vectors in loads.early.probes]
     if policy.value_needs_state:
-        mine = Int32(place.thread < tile.fold_lanes) * leads_group(key, place)
-        where = address(tensors.pool.key, size, cursor.slot, place.group, cursor.physical(cursor.count))
-        start = where + stage.column_lane * vector_bytes
-        store_key(mine, start, probes[1], tile.vector, tile.fold_lanes * tile.vector, key.activation_dtype)
-    own_score = dot(probes[0], probes[1], lanes)
-    if policy.decays_per_channel:  # the token decays the state that the probes meet
-        token = fold_factors(tile, stage.keys, tile.padded_window + 1, stage.column_lane)
-        probes = [[x * f for x, f in zip(probe, token, strict=True)] for probe in probes]
-    return columns(probes[: tile.probes]), own_score
+        factors = probe_factors(probes, key)
+        return factors, append_key(tensors.pool, key, place, loads.cursor, scaled(probes, factors))
+    where = address(policy.key(tensors.inputs), size, place.row, 0, place.group)
+    own = load_key(where, True, place.lane % LANES_PER_RECORD, tile)
+    return [Float32(1.0)], score(own, probes[0], key.activation_dtype)
 
 
 @cute.kernel

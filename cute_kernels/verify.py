@@ -58,7 +58,7 @@ from cute_kernels.recurrences.base import Gate
 from cute_kernels.replay.channels import own_channels
 from cute_kernels.replay.codes import PROBE_SCALE, scales_probes
 from cute_kernels.replay.cursor import RowCursor, is_padding, load_force, load_slot, load_span
-from cute_kernels.replay.delta import columns, correction
+from cute_kernels.replay.delta import correction
 from cute_kernels.replay.draft import StateProbes, StateRows
 from cute_kernels.replay.fold import FoldStage, fold_tile
 from cute_kernels.replay.lanes import LONE_LANES, Channels
@@ -339,9 +339,8 @@ def fold_and_copy(
 ):
     """Fold staged records into the checkpoint at `to` part by part, and make the copy of each while L2 has it: the
     tiles of all CTAs together are more than fits there."""
-    no_probes = columns([[Float32(0.0)]])
     for part in cutlass.range(statics.parts, unroll=1):
-        fold_tile(stage, statics, cta.memory.state, to, cursor.count, decays, no_probes, noise, part)
+        fold_tile(stage, statics, cta.memory.state, to, cursor.count, decays, None, noise, part)
         cta.sync()  # a lane encodes what others have folded
         write_copy(cta, cursor, part, statics.parts)
 

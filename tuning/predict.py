@@ -32,7 +32,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cute_kernels.configs import WARP, StepKey, Tile
+from cute_kernels.configs import ROW_BLOCK, WARP, StepKey, Tile
 from cute_kernels.heuristic import MULTIPROCESSOR_REGISTERS, room
 from tuning.cubin import resources
 from tuning.devices import (
@@ -127,7 +127,7 @@ class Kernel:
 
     def paths(self, *, folds: bool, records: int) -> list[Path]:
         """What each warp of a CTA issues whose row holds so many records."""
-        trips = -(-records // Tile.of(self.key).fold_unroll)
+        trips = -(-records // ROW_BLOCK)
         return [program.path(folds=folds, record_trips=trips) for program in self._programs]
 
 

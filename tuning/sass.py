@@ -217,12 +217,14 @@ class Program:
 
     @property
     def fold_blocks(self) -> frozenset[int]:
-        """Blocks of the loops over a row's records, and of those that write the state, 16 bytes at a time."""
-        loops = [loop for loop in self.loops if loop.trips is None or any(map(self._writes_state, loop.blocks))]
-        return frozenset().union(*(loop.blocks for loop in loops))
+        """Blocks of the loops over a row's records, and those that write the state, 16 bytes at a time: loops that do,
+        and what does more than once and always, since tokens are stored where there is one."""
+        loops = [loop for loop in self.loops if loop.trips is None or any(map(self._wide_stores, loop.blocks))]
+        writing = [n for n in self._reached(0) if sum(one.guard is None for one in self._wide_stores(n)) > 1]
+        return frozenset(writing).union(*(loop.blocks for loop in loops))
 
-    def _writes_state(self, number: int) -> bool:
-        return any(one.opcode == "STG" and re.search(r"\.(128|256)", one.name) for one in self.blocks[number])
+    def _wide_stores(self, number: int) -> list[Instruction]:
+        return [one for one in self.blocks[number] if one.opcode == "STG" and re.search(r"\.(128|256)", one.name)]
 
     def path(self, *, folds: bool, record_trips: int) -> Path:
         """What a warp issues: each instruction with how often it does.

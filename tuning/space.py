@@ -110,9 +110,9 @@ def _filling(key: StepKey) -> StepKey:
 
 
 def kernel_of(key: StepKey) -> tuple[Any, ...]:
-    """What kernels of one shape really differ in; `fold_values` only by the rows of a fold's block."""
+    """What kernels of one shape really differ in; `fold_values` only by the chunks that a fold takes at a time."""
     config = key.config
-    return config.split, config.heads, config.warps, config.ctas, config.precision, Tile.of(key).fold_block
+    return config.split, config.heads, config.warps, config.ctas, config.precision, Tile.of(key).fold_span
 
 
 def prune_outclassed(rows: int, multiprocessors: int) -> Prune:
@@ -133,7 +133,7 @@ def prune_outclassed(rows: int, multiprocessors: int) -> Prune:
         return ctas >= candidate.room * multiprocessors
 
     def launch(key: StepKey) -> tuple[int, int, bool, int]:
-        return key.config.heads, key.config.warps, key.config.ctas > 1, Tile.of(key).fold_block
+        return key.config.heads, key.config.warps, key.config.ctas > 1, Tile.of(key).fold_span
 
     def outclasses(one: Candidate, other: Candidate) -> bool:
         alike = launch(one.key) == launch(other.key)
@@ -173,7 +173,7 @@ def prune_wasteful(rows: int, multiprocessors: int) -> Prune:
 
     def wasteful(candidate: Candidate, first: Candidate, splits: Sequence[int]) -> bool:
         key, tile = candidate.key, Tile.of(candidate.key)
-        if 2 * tile.fold_block < min(Tile.of(first.key).fold_block, tile.fold_steps):
+        if 2 * tile.fold_span < min(Tile.of(first.key).fold_span, tile.fold_chunks):
             return True
         if key.drafts and tile.warps > max(1, tile.rows // ROW_BLOCK):
             return True
@@ -181,7 +181,7 @@ def prune_wasteful(rows: int, multiprocessors: int) -> Prune:
             return True
         if key.config.heads > 1 and (
             rows * key.num_v_heads // key.config.heads < multiprocessors
-            or tile.fold_block != Tile.of(first.key).fold_block
+            or tile.fold_span != Tile.of(first.key).fold_span
         ):
             return True
         share = MULTIPROCESSOR_REGISTERS // (tile.threads * key.config.ctas)

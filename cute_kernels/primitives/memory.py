@@ -112,6 +112,16 @@ def load_shared(address: Any, count: int, *, offset: int = 0) -> list[Uint32]:
     return _as_list(ptx(text, write_only_types=[Uint32] * count, read_only_args=[address]), count)
 
 
+def load_matrices(address: Any, *, offset: int = 0) -> list[Uint32]:
+    """Four 8 x 8 matrices of 16 bits in shared memory, transposed: lane 8 i + j has the address of row j of the i-th.
+
+    Returns:
+        Of each matrix, in lane 4 c + r, elements (2 r, c) and (2 r + 1, c).
+    """
+    text = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{$w0},{$w1},{$w2},{$w3}}, [{$r0}+%d];" % offset
+    return list(ptx(text, write_only_types=[Uint32] * 4, read_only_args=[address]))
+
+
 def store_shared(address: Any, words: list[Any], *, offset: int = 0) -> None:
     """Store 1, 2 or 4 words to shared memory."""
     count = len(words)

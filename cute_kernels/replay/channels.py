@@ -1,7 +1,7 @@
 """Decay of a window channel by channel: each thread has a channel of K, and stages what all threads then multiply by.
 
 In shared memory, float [rows][K]: row j is how much record j has decayed by the end of the window; two rows follow the
-padded window, the decay of the whole window and that of the token alone. With several tokens the window ends before
+padded window, the decay of the token alone and that of the whole window. With several tokens the window ends before
 them, and the decay of the whole window is followed by a row for each token, its decay and that of the tokens before it.
 Exponents are sums of log-decays, each 0 or less, taken from the last record back; none is a difference.
 """
@@ -74,7 +74,7 @@ class ChannelRecords:
         """Fill the rows in shared memory for one token, which decays the records of a row that reads."""
         for own, words, decay in zip(own_channels(tile, place.thread), self.words, token, strict=True):
             stage_window(tile, base, own, words, select(reads, decay, Float32(0.0)))
-            stage_row(tile, base, own, tile.padded_window + 1, decay)
+            stage_row(tile, base, own, tile.padded_window, decay)
 
     def stage_draft(self, tile: Tile, place: Place, tokens: list[list[Any]], base: Any) -> None:
         """Fill the rows for several tokens: [channel][token]."""
@@ -99,7 +99,7 @@ def stage_window(tile: Tile, base: Any, own: tuple[Int32, Int32], words: list[An
         stage_row(tile, base, own, j, later)
         if j < tile.window:
             later = later + words[j]
-    stage_row(tile, base, own, tile.padded_window, later)
+    stage_row(tile, base, own, tile.window_row, later)
 
 
 def key_factors(tile: Tile, base: Any, row: Any, lane8: Any) -> list[Float32]:
@@ -113,15 +113,18 @@ def key_factors(tile: Tile, base: Any, row: Any, lane8: Any) -> list[Float32]:
     ]
 
 
-def fold_factors(tile: Tile, base: Any, row: int, column_lane: Any) -> list[Float32]:
-    """The same for the columns that a thread of a fold has."""
-    where = base + column_lane * (tile.vector * 4)
+def fold_factors(tile: Tile, base: Any, column: Any) -> list[Float32]:
+    """How much the whole window decays the columns that a thread of a fold has."""
+    where = base + column * (tile.vector * 4)
     return [
         x
         for c in range(tile.fold_chunks)
         for first in range(0, tile.vector, 4)
         for x in load_shared_floats(
-            where, 4, 16, offset=row * tile.d_state * 4 + c * tile.fold_lanes * tile.vector * 4 + first * 4
+            where,
+            4,
+            16,
+            offset=tile.window_row * tile.d_state * 4 + c * tile.fold_lanes * tile.vector * 4 + first * 4,
         )
     ]
 
@@ -139,7 +142,7 @@ def scaled_key(
 
 def decayed(tile: Tile, probes: list[list[list[Any]]], base: Any, place: Place) -> list[list[list[Any]]]:
     """The probes as the state at the start of the window meets them."""
-    factors = key_factors(tile, base, tile.padded_window, place.lane % LANES_PER_RECORD)
+    factors = key_factors(tile, base, tile.window_row, place.lane % LANES_PER_RECORD)
     return [_times(probe, factors) for probe in probes]
 
 

@@ -296,7 +296,7 @@ def faults(ptx: str) -> dict[str, tuple[str, str]]:
     found: dict[str, tuple[str, str]] = {}
     for what, pattern, by, beginning, first, every in (
         ("barrier", BARRIER, "", "race: shared|uninitialised: shared", 2, 1),
-        ("product", PRODUCT, ZERO, "output|value", 0, 9),
+        ("product", PRODUCT, ZERO, "output|value|checkpoint", 0, 9),
         ("store", STORE, "", "output|value|key|decay|checkpoint", 0, 1),
         ("norm", NORM, r"mov.f32 \1, 0f3F800000;", "output|key", 0, 1),
     ):

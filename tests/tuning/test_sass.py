@@ -13,7 +13,7 @@ from collections import Counter
 import pytest
 import torch
 
-from cute_kernels.configs import WARP, Tile
+from cute_kernels.configs import ROW_BLOCK, WARP, Tile
 from replayssm.spec import ReplaySpec
 from tuning.matrix import StepCase
 from tuning.predict import Kernel
@@ -175,7 +175,7 @@ def test_what_cannot_be_followed_is_refused() -> None:
 
 @functools.cache
 def compiled(model: str, state: torch.dtype, tokens: int, read: str | None, arch: str) -> Kernel:
-    replay = ReplaySpec(16, tokens, state, torch.bfloat16, read_dtype=read)
+    replay = ReplaySpec(2 * ROW_BLOCK, tokens, state, torch.bfloat16, read_dtype=read)
     return Kernel.compiled(planned_key(StepCase(lookup(model), replay, 256, "flush"), arch), arch)
 
 
@@ -197,15 +197,14 @@ def issued(kernel: Kernel, *, folds: bool, records: int) -> Counter[Instruction]
 def test_a_fold_writes_its_tile_once(which: tuple[str, torch.dtype, int, str | None, str]) -> None:
     kernel = compiled(*which)
     tile = Tile.of(kernel.key)
-    once, twice = (issued(kernel, folds=True, records=n) for n in (tile.fold_unroll, 2 * tile.fold_unroll))
-    # What is stored once a warp is no part of the loop over the tile, but the appended key.
-    written = sum(n for one, n in once.items() if one.opcode == "STG" and one.bits == 128 and n > tile.warps) * 16
+    once, twice = (issued(kernel, folds=True, records=n) for n in (ROW_BLOCK, 2 * ROW_BLOCK))
+    # What is stored where a lane has it is no part of the tile, but the appended record.
+    written = sum(n for one, n in once.items() if one.opcode == "STG" and one.bits == 128 and one.guard is None) * 16
     assert written * WARP == tile.rows * tile.d_state * tile.state_size
-    # Records take products only: of each one more trip of the blocks of the tile, state values times records.
+    # Records take products only, of three terms: of 16 more one for each 16 rows and 8 columns of the tile.
     more = Counter({one: n - once[one] for one, n in twice.items()})
-    products = sum(n for one, n in more.items() if one.opcode.startswith("FFMA"))
-    packed = 2 if any(one.opcode == "FFMA2" and n for one, n in more.items()) else 1
-    assert products * packed * WARP == tile.rows * tile.d_state * tile.fold_unroll
+    products = sum(n for one, n in more.items() if one.opcode == "HMMA")
+    assert products == 3 * tile.rows // ROW_BLOCK * tile.d_state // 8
 
 
 @needs_sass
