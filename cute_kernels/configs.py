@@ -39,7 +39,7 @@ class StepConfig:
     split: int = 1
     warps: int = 4
     ctas: int = 1
-    fold_values: int = 16
+    fold_values: int = 32
     heads: int = 1
     precision: Precision = "fp32"
     readout: Readout = "mma"

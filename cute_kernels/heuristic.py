@@ -120,14 +120,14 @@ def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
     Where the architecture has tcgen05 and it serves the key, it reads the state of several tokens, and copies
     (docs/blackwell.md).
 
-    A float32 checkpoint leaves registers to fold 32 values at a time. With two probes shared memory limits the CTAs
-    before registers do, and a 16-bit one folds as many (GDN at batch 256: 403 -> 353 us, non-flush 135.6 and 135.5).
+    A fold takes 32 values at a time: with 16 it splits weighted values into terms twice as often, with 64 a 16-bit step
+    has registers for fewer CTAs (Super in bfloat16, batch 256: folds 318, 305 and 338 us with 16, 32 and 64; non-flush
+    132.3, 132.8 and 146.3).
     """
-    fold_values = 32 if key.checkpoint_dtype == "float32" or key.probes > 1 else 16
     precision: Precision = "fp32" if "float32" in (key.activation_dtype, key.record_dtype) else "tf32"
     channels, nvfp4 = isinstance(key.options, KdaOptions), key.read_dtype == "nvfp4"
     for split in (1, 2, 4, 5, 8):
-        candidate = replace(key, config=StepConfig(split, fold_values=fold_values, precision=precision))
+        candidate = replace(key, config=StepConfig(split, precision=precision))
         tile = Tile.of(candidate)
         if key.drafts:
             rows = 32 if tile.read_bits >= 16 else 64

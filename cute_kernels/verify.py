@@ -341,7 +341,7 @@ def fold_and_copy(
     tiles of all CTAs together are more than fits there."""
     for part in cutlass.range(statics.parts, unroll=1):
         fold_tile(stage, statics, cta.memory.state, to, cursor.count, decays, None, noise, part)
-        cta.sync()  # a lane encodes what others have folded
+        cute.arch.sync_warp()  # a lane encodes what others of its warp have folded
         write_copy(cta, cursor, part, statics.parts)
 
 

@@ -149,18 +149,18 @@ def test_rows_that_warps_do_not_share_are_named() -> None:
 
 FLOAT32, BFLOAT16 = ReplaySpec(max_draft=8), ReplaySpec(checkpoint_dtype=torch.bfloat16, max_draft=8)
 HEURISTIC: list[tuple[Recurrence, ReplaySpec, int, StepConfig]] = [
-    ("mamba2", FLOAT32, 1, StepConfig(fold_values=32)),
+    ("mamba2", FLOAT32, 1, StepConfig()),
     ("mamba2", BFLOAT16, 1, StepConfig()),
-    ("mamba2", FLOAT32, 8, StepConfig(warps=2, fold_values=32)),
+    ("mamba2", FLOAT32, 8, StepConfig(warps=2)),
     ("mamba2", BFLOAT16, 8, StepConfig(warps=2)),
-    ("mamba2", ReplaySpec(read_dtype="nvfp4"), 1, StepConfig(warps=4, fold_values=32)),
-    ("gdn", FLOAT32, 1, StepConfig(split=2, fold_values=32)),
-    ("gdn", FLOAT32, 8, StepConfig(split=2, warps=2, fold_values=32)),
-    ("gdn", BFLOAT16, 8, StepConfig(warps=4, fold_values=32)),
-    ("kda", FLOAT32, 1, StepConfig(ctas=3, fold_values=32)),
-    ("kda", BFLOAT16, 1, StepConfig(ctas=3, fold_values=32)),
-    ("kda", FLOAT32, 8, StepConfig(warps=4, ctas=3, fold_values=32)),
-    ("kda", BFLOAT16, 8, StepConfig(warps=4, fold_values=32)),
+    ("mamba2", ReplaySpec(read_dtype="nvfp4"), 1, StepConfig(warps=4)),
+    ("gdn", FLOAT32, 1, StepConfig(split=2)),
+    ("gdn", FLOAT32, 8, StepConfig(split=2, warps=2)),
+    ("gdn", BFLOAT16, 8, StepConfig(warps=4)),
+    ("kda", FLOAT32, 1, StepConfig()),
+    ("kda", BFLOAT16, 1, StepConfig(ctas=4)),
+    ("kda", FLOAT32, 8, StepConfig(warps=4, ctas=3)),
+    ("kda", BFLOAT16, 8, StepConfig(warps=4)),
 ]
 
 
@@ -198,7 +198,7 @@ def test_the_warps_of_a_copy(read: Any, tokens: int, batch: int, config: StepCon
     """Of 128 heads of 64 rows: one warp, but 16 rows each where a multiprocessor has a CTA and no more."""
     layer = replace(LAYER, num_v_heads=128, num_k_heads=8, head_dim=64)
     key = plan(layer, ReplaySpec(read_dtype=read, max_draft=tokens), num_tokens=tokens, batch=batch).key
-    assert key.config == replace(config, fold_values=32, precision="tf32")
+    assert key.config == replace(config, precision="tf32")
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ from cute_kernels.replay.noise import Noise
 from cute_kernels.replay.window import LoadedRecord, Place, load_row_words
 
 AHEAD = 2  # blocks of rows that a warp has brought to L2 before it reads them
-TERMS = {"bfloat16": 1, "float16": 2, "float32": 3}  # of bfloat16, which hold all bits of a number
+EXACT_TERMS = {"bfloat16": 1, "float16": 2, "float32": 3}  # of bfloat16, which hold all bits of a number
 MOST_TERMS = 3  # products of terms whose places add up to so many are below the others' rounding
 ROW_LANES = (2, 1)  # masks of the lanes that share a row
 # Which of 16 records a lane has, behind its own: two of the first eight, then two of the others.
@@ -185,7 +185,7 @@ def paired_terms(words: list[Any], dtype: str, place: Any) -> list[Uint32]:
         if dtype == "bfloat16":
             return [pair]
         x, y = unpack([pair], dtype)
-    return bf16_terms(x, y, TERMS[dtype])
+    return bf16_terms(x, y, EXACT_TERMS[dtype])
 
 
 def load_keys(stage: FoldStage, statics: FoldStatics, first: Any, chunk: int) -> list[list[tuple[Uint32, Uint32]]]:
@@ -207,7 +207,7 @@ def load_keys(stage: FoldStage, statics: FoldStatics, first: Any, chunk: int) ->
         pairs = [[words[i], words[i + 1]] for i in range(0, len(words), 2)]
         if statics.key_dtype == "bfloat16":
             return [[(low, high)] for low, high in pairs]
-        terms = TERMS[statics.key_dtype]
+        terms = EXACT_TERMS[statics.key_dtype]
         split = [[bf16_terms(*unpack([word], statics.key_dtype), terms) for word in pair] for pair in pairs]
     else:
         column = (chunk * tile.fold_lanes + stage.row // 2) * tile.vector + stage.row % 2

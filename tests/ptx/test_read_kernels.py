@@ -202,10 +202,8 @@ def test_a_poisoned_copy_changes_no_fold(kind: Recurrence) -> None:
 # Teeth.
 
 SEVERAL_WARPS = StepConfig(warps=4, fold_values=32)  # one warp needs no barrier
-BARRIER = r"bar\.sync\s+0;"
 FAULTS: dict[ReadDtype, dict[str, Callable[[str], str]]] = {
     "nvfp4": {
-        "no barrier before the copy": swap(BARRIER, "", -1),
         "no wait for the codes": swap(r"bra\.uni\s+LAB_WAIT;", ""),
         "the scale of another block": swap(r"shl\.b32(\s+%r\d+, %r\d+), 3;", r"shl.b32\1, 4;", -1),
         "no scale of the tile": swap(r"mul\.f32(\s+%r\d+), (%r\d+), 0f67800000;", r"mov.b32\1, \2;"),

@@ -217,12 +217,12 @@ def test_few_candidates_are_left_to_compile(name: str, tp: int, tokens: int, rea
     [
         ("nemotron-3-super", ReplaySpec(max_draft=8), 256, StepConfig(1, 2, 1, 32)),
         ("nemotron-3-super", ReplaySpec(16, 8, torch.bfloat16), 256, StepConfig(1, 2, 9, 32)),
-        ("nemotron-3-super", ReplaySpec(16, 1, torch.bfloat16), 256, StepConfig(1, 4, 1, 16)),
         ("nemotron-3-super", ReplaySpec(16, 1, torch.bfloat16), 256, StepConfig(1, 4, 1, 32)),
         ("nemotron-3-super", ReplaySpec(read_dtype="nvfp4"), 256, StepConfig(1, 1, 1, 32)),
         ("qwen3.5-122b-a10b", ReplaySpec(max_draft=8), 256, StepConfig(2, 2, 1, 32)),
         ("glm-5.3-flash", ReplaySpec(max_draft=8), 256, StepConfig(1, 4, 1, 32)),
-        ("glm-5.3-flash", ReplaySpec(), 256, StepConfig(1, 4, 3, 32)),
+        ("glm-5.3-flash", ReplaySpec(), 256, StepConfig(1, 4, 1, 32)),
+        ("glm-5.3-flash", ReplaySpec(16, 1, torch.bfloat16), 256, StepConfig(1, 4, 4, 32)),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
