@@ -16,6 +16,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
 from cute_kernels.configs import LANES_PER_RECORD, ROW_BLOCK, WARP, Tile
+from cute_kernels.primitives.arithmetic import select
 from cute_kernels.primitives.bulk import bulk_prefetch_if
 from cute_kernels.primitives.convert import bytes_of, pack, unpack
 from cute_kernels.primitives.memory import (
@@ -211,11 +212,17 @@ def load_keys(stage: FoldStage, statics: FoldStatics, first: Any, chunk: int) ->
         split = [[bf16_terms(*unpack([word], statics.key_dtype), terms) for word in pair] for pair in pairs]
     else:
         column = (chunk * tile.fold_lanes + stage.row // 2) * tile.vector + stage.row % 2
-        split = []
-        for j in range(matrices):
-            where = stage.keys + (first + stage.column) * tile.key_stride + column * 4
-            words = [load_shared(where, 1, offset=record * tile.key_stride + j * 8)[0] for record in OWN_RECORDS]
-            split.append([paired_terms(words[i : i + 2], "float32", 0) for i in (0, 2)])
+        where = stage.keys + (first + stage.column) * tile.key_stride + column * 4
+        turned, split = stage.column > 1, []  # two of four lanes load the next matrix first: it lies in other banks
+        for j in range(0, matrices, 2):
+            places = [where + select(turned != ahead, Int32(8), Int32(0)) for ahead in (False, True)]
+            loaded = [
+                [load_shared(at, 1, offset=record * tile.key_stride + j * 8)[0] for record in OWN_RECORDS]
+                for at in places
+            ]
+            for one, other in (loaded, loaded[::-1]):
+                words = [select(turned, y, x) for x, y in zip(one, other, strict=True)]
+                split.append([paired_terms(words[i : i + 2], "float32", 0) for i in (0, 2)])
     return [list(zip(low, high, strict=True)) for low, high in split]
 
 
