@@ -128,16 +128,15 @@ def _tune(fields: Sequence[Field], given: Mapping[str, Any], as_json: bool) -> i
             journal = Journal(path, facts)
             tuner = Tuner(machine, journal, replayssm.step, rounds=given["rounds"], executor=executor)
             with report.Progress(screen, fields, journal.unusable) as progress:
-                try:
-                    choices = tuner.run(fields, progress.done, Deadline(given["time_limit"]))
-                except KeyboardInterrupt:
-                    screen.print(f"interrupted; what is finished is in {path}, and the same command goes on from there")
-                    return 130
+                choices = tuner.run(fields, progress.done, Deadline(given["time_limit"]))
             if choices:
                 write_json(out, merged(base, choices, header).to_json())
             left = len(fields) - progress.told
             if not left:
                 journal.remove()
+    except KeyboardInterrupt:
+        screen.print(f"interrupted; what is finished is in {path}, and the same command goes on from there")
+        return 130
     except (BusyError, OSError) as error:
         raise click.UsageError(str(error)) from error
     _print(report.choice_facts(choices), [report.choice_table(choices)], as_json)

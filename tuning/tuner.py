@@ -10,6 +10,7 @@ journal before the next one begins.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from contextlib import contextmanager
@@ -149,8 +150,13 @@ def compile_step(key: StepKey, arch: str) -> None:
 @contextmanager
 def compilers() -> Iterator[Executor]:
     """Processes that compile ahead, which leave one processor to the one that times. At the end they finish what they
-    have begun and give up the rest."""
-    executor = ProcessPoolExecutor(max(1, cpu_count() - 1), get_context("spawn"))
+    have begun and give up the rest.
+
+    An interrupt from the keyboard reaches them too, and one that died of it with the queue's lock would leave the others,
+    and who waits for them, waiting; so they ignore it.
+    """
+    ignore = partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
+    executor = ProcessPoolExecutor(max(1, cpu_count() - 1), get_context("spawn"), initializer=ignore)
     try:
         yield executor
     finally:

@@ -6,6 +6,8 @@ that is wrong, one that does not compile and a table of another device each end 
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
@@ -200,6 +202,18 @@ def test_what_was_not_begun_is_given_up_at_the_end() -> None:
         waiting = [executor.submit(time.sleep, 0.1) for _ in range(2000)]
         waiting[0].result()
     assert sum(future.cancelled() for future in waiting) > 1000
+
+
+def test_an_interrupt_stops_no_process_that_compiles() -> None:
+    """One that died with the queue's lock would have the others wait for ever, and the run for them."""
+    with tuner.compilers() as executor:
+        executor.submit(os.getpid).result()
+        for process in list(executor._processes.values()) * 3:  # once they wait for work
+            process.join(timeout=0.5)
+            os.kill(process.pid, signal.SIGINT)
+            process.join(timeout=0.5)
+            assert process.is_alive()
+        assert [executor.submit(abs, -i).result(timeout=60) for i in range(8)] == list(range(8))
 
 
 def test_the_key_that_is_compiled_is_the_one_that_a_step_asks_for(monkeypatch) -> None:
