@@ -330,7 +330,8 @@ class Tile:
         """
         parts, rest = divmod(self.value_vectors, LANES_PER_RECORD)
         one_pass = self.probes > 0 and self.padded_window == self.records_per_pass
-        return parts if self.channels and one_pass and parts > 1 and rest == 0 else 1
+        large = self.state_size == 4 and self.d_state <= 128  # a thread keeps the decays of the columns that it folds
+        return parts if self.channels and one_pass and large and parts > 1 and rest == 0 else 1
 
     @property
     def values_at(self) -> int:

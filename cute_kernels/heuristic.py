@@ -17,7 +17,7 @@ MULTIPROCESSOR_REGISTERS, HELD_REGISTERS, LONE_REGISTERS = 65536, 128, 160  # th
 SCHEDULERS = 4  # of a multiprocessor
 DRAWING_REGISTERS = 64  # likewise, of a step that rounds stochastically
 CHANNEL_CTAS, LONG_CHANNEL_CTAS = 4, 2  # of a recurrence whose channels decay by themselves; with more than 16 records
-CHANNEL_DRAFT_CTAS = 3  # likewise, of several tokens
+CHANNEL_DRAFT_CTAS = LONG_KEY_CTAS = 3  # likewise, of several tokens, and of keys of more than 128
 FEW_CTAS = 264  # 2 on each of an H200's multiprocessors
 
 
@@ -120,14 +120,17 @@ def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
     Where the architecture has tcgen05 and it serves the key, it reads the state of several tokens, and copies
     (docs/blackwell.md).
 
-    A fold takes 32 values at a time: with 16 it splits weighted values into terms twice as often, with 64 a 16-bit step
-    has registers for fewer CTAs (Super in bfloat16, batch 256: folds 318, 305 and 338 us with 16, 32 and 64; non-flush
-    132.3, 132.8 and 146.3).
+    A fold takes 32 values at a time: with 16 it splits weighted values into terms twice as often (Super, 8 tokens, in
+    bfloat16, batch 256: 387 -> 377 us), with 64 a 16-bit state has fewer CTAs. One token of Mamba-2 and a 16-bit state
+    take 16, which leave registers for a CTA more (Super: 8 instead of 7; non-flush 132.4 and 135.8 us, in another run
+    132.3 and 132.8, with folds of 318 and 305), and so do rows of 256 and keys of float32.
     """
     precision: Precision = "fp32" if "float32" in (key.activation_dtype, key.record_dtype) else "tf32"
     channels, nvfp4 = isinstance(key.options, KdaOptions), key.read_dtype == "nvfp4"
+    lone = key.probes == 1 and not key.drafts and key.checkpoint_dtype != "float32"
+    fold_values = 16 if key.d_state * (2 if lone else 1) > 128 or key.activation_dtype == "float32" else 32
     for split in (1, 2, 4, 5, 8):
-        candidate = replace(key, config=StepConfig(split, precision=precision))
+        candidate = replace(key, config=StepConfig(split, fold_values=fold_values, precision=precision))
         tile = Tile.of(candidate)
         if key.drafts:
             rows = 32 if tile.read_bits >= 16 else 64
@@ -154,6 +157,10 @@ def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
             ctas = min(room(candidate), MULTIPROCESSOR_REGISTERS // (tile.threads * DRAWING_REGISTERS))
         else:
             most = CHANNEL_CTAS if key.window <= ROW_BLOCK else LONG_CHANNEL_CTAS
+            if key.d_state > 128:
+                most = min(most, LONG_KEY_CTAS)
+            elif "float32" in (key.activation_dtype, key.record_dtype):
+                most = 1
             ctas = most if channels and room(candidate) >= most else 1
         return replace(candidate.config, ctas=ctas)
     return None

@@ -21,7 +21,7 @@ from cute_kernels.recurrences.base import Gate, Recurrence
 from cute_kernels.recurrences.gdn import Gdn
 from cute_kernels.recurrences.kda import Kda
 from cute_kernels.recurrences.mamba2 import Mamba2
-from cute_kernels.replay.channels import ChannelRecords, fold_factors, own_channels, scaled_key
+from cute_kernels.replay.channels import ChannelRecords, own_channels, scaled_key, window_decays
 from cute_kernels.replay.cursor import RowCursor
 from cute_kernels.replay.decay import decay_to_end
 from cute_kernels.replay.delta import columns
@@ -324,7 +324,7 @@ class StagedFold:
 
     stage: FoldStage
     statics: FoldStatics
-    decays: cute.Tensor
+    decays: Any
     noise: Noise | None
 
 
@@ -369,10 +369,8 @@ def stage_fold(
     cute.arch.barrier()
     if shared.arrival is not None:
         bulk_wait(shared.arrival)
-    columns_of = [decays.window]
-    if tile.channels:
-        columns_of = fold_factors(tile, shared.staging, stage.column)
-    return StagedFold(stage, statics, columns([columns_of]), noise)
+    window = window_decays(tile, shared.staging) if tile.channels else columns([[decays.window]])
+    return StagedFold(stage, statics, window, noise)
 
 
 def fold_staged(fold: StagedFold, state: Any, to: Any, count: Any, part: Any) -> None:

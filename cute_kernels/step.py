@@ -68,7 +68,7 @@ from cute_kernels.records import (
     unpacked_probes,
 )
 from cute_kernels.recurrences.base import Gate
-from cute_kernels.replay.channels import decayed, fold_factors, scaled_key
+from cute_kernels.replay.channels import decayed, fold_factors, scaled_key, window_decays
 from cute_kernels.replay.cursor import RowCursor, is_padding, load_force, load_slot
 from cute_kernels.replay.delta import columns, correction, dot, store_key
 from cute_kernels.replay.fold import (
@@ -192,19 +192,21 @@ def fold_row(tensors: StepTensors, key: StepKey, place: Place, loads: RowLoads, 
             record = dataclasses.replace(record, key=keys)
         stage_record(stage, statics, index, lane8, record, weight)
     probes = fold_probes(tensors, key, place, shared)
-    decays = fold_factors(tile, shared.staging, stage.column) if channels else [window.decay]
+    decays: Any = window_decays(tile, shared.staging) if channels else columns([[window.decay]])
+    if tile.value_parts > 1:  # which take that place
+        decays = columns([fold_factors(tile, shared.staging, stage.column)])
     cute.arch.barrier()
     bulk_wait(shared.arrival)
     slot, head = loads.cursor.slot, place.head
     checkpoint = address(tensors.pool.checkpoint, SIZE_BYTES[key.checkpoint_dtype], slot, head, place.first_row)
-    of_columns, count = columns([decays]), loads.cursor.count
+    count = loads.cursor.count
     for part in range(tile.value_parts):
         if part > 0:
             cute.arch.barrier()  # every thread has read the part before
         if tile.value_parts > 1:  # of a window of one pass
             stage_values(stage, statics, index, lane8, record, weight, part)
             cute.arch.barrier()
-        fold_tile(stage, statics, shared.state, checkpoint, count, of_columns, probes, noise, Int32(part))
+        fold_tile(stage, statics, shared.state, checkpoint, count, decays, probes, noise, Int32(part))
     if policy.value_needs_state:
         if not channels:
             append_folded_decay(tensors.pool, place, loads.cursor, gate)

@@ -113,9 +113,14 @@ def key_factors(tile: Tile, base: Any, row: Any, lane8: Any) -> list[Float32]:
     ]
 
 
+def window_decays(tile: Tile, base: Any) -> Int32:
+    """Where the decays of the whole window lie, float [K]."""
+    return base + tile.window_row * tile.d_state * 4
+
+
 def fold_factors(tile: Tile, base: Any, column: Any) -> list[Float32]:
-    """How much the whole window decays the columns that a thread of a fold has."""
-    where = base + column * (tile.vector * 4)
+    """Those of the columns that a thread of a fold has."""
+    where = window_decays(tile, base) + column * (tile.vector * 4)
     return [
         x
         for c in range(tile.fold_chunks)
@@ -124,7 +129,7 @@ def fold_factors(tile: Tile, base: Any, column: Any) -> list[Float32]:
             where,
             4,
             16,
-            offset=tile.window_row * tile.d_state * 4 + c * tile.fold_lanes * tile.vector * 4 + first * 4,
+            offset=c * tile.fold_lanes * tile.vector * 4 + first * 4,
         )
     ]
 

@@ -295,7 +295,7 @@ class FoldRows:
         sums: list[Float32],
         old: list[list[Uint32]],
         met: list[list[Float32]],
-        decays: cute.Tensor,
+        decays: Any,
         noise: Noise | None,
     ) -> None:
         """Update a chunk of columns.
@@ -306,11 +306,11 @@ class FoldRows:
             met: what the new values are multiplied by, by probe.
         """
         tile, dtype = self.statics.tile, self.statics.state_dtype
+        decay = decays_of(decays, tile, chunk, self.stage.column)
         for half, words in enumerate(old):
             made = []
             for e, x in enumerate(unpack(words, dtype)):
-                decay = decays[chunk * tile.vector + e if tile.channels else 0]
-                made.append(x * decay + sums[e // 2 * 4 + half * 2 + e % 2])
+                made.append(x * decay[e] + sums[e // 2 * 4 + half * 2 + e % 2])
             if noise is None:
                 words = pack(made, dtype)
             else:
@@ -331,6 +331,13 @@ class FoldRows:
             store_shared_if(owner, where, [kept[0].bitcast(Uint32)])
 
 
+def decays_of(decays: Any, tile: Tile, chunk: int, column: Any) -> list[Float32]:
+    """Of this thread's vector of a chunk; see `fold_tile`."""
+    if not isinstance(decays, cute.Tensor):
+        return load_shared_floats(decays + (chunk * tile.fold_lanes + column) * tile.vector * 4, tile.vector, 16)
+    return [decays[chunk * tile.vector + e if tile.channels else 0] for e in range(tile.vector)]
+
+
 @cute.jit
 def fold_tile(
     stage: FoldStage,
@@ -338,7 +345,7 @@ def fold_tile(
     state: Int32,
     checkpoint: Int64,
     num_records: Int32,
-    decays: cute.Tensor,
+    decays: Any,
     probes: FoldProbes | None,
     noise: Noise | None,
     number: Int32,
@@ -350,7 +357,8 @@ def fold_tile(
             (`product_at`).
         checkpoint: global address of the same tile.
         num_records: staged records; zeros follow, since the window is staged in whole 16s.
-        decays: product of the decays of all staged records, one for all columns or one for each of this thread's.
+        decays: product of the decays of all staged records: in registers one for all columns or one for each of this
+            thread's, or the shared address of those of all columns.
         probes: what the new rows are multiplied by, if anything.
         noise: of stochastic rounding, else None. The products are those of the state before it is rounded.
         number: of the part, of `statics.parts`.
@@ -368,6 +376,8 @@ def fold_tile(
             if cutlass.const_expr(not statics.staged):
                 prefetch_block(stage, statics, checkpoint, rows.block + AHEAD * tile.warps)
             for first in cutlass.range_constexpr(0, tile.fold_chunks, tile.fold_span):
+                if cutlass.const_expr(tile.tokens == 0):
+                    cute.arch.sync_warp()  # else loads of all passes gather in front of the first, and spill
                 for i in cutlass.range_constexpr(cute.size(sums)):
                     sums[i] = Float32(0.0)
                 for group in cutlass.range((num_records + (ROW_BLOCK - 1)) // ROW_BLOCK, unroll=1):
@@ -382,7 +392,7 @@ def write_rows(
     rows: FoldRows,
     first: int,
     sums: cute.Tensor,
-    decays: cute.Tensor,
+    decays: Any,
     probes: FoldProbes | None,
     noise: Noise | None,
 ) -> None:

@@ -204,6 +204,8 @@ def violations(row: Row) -> list[str]:
     needed: tuple[str, ...] = {
         "step": wide, "materialize": wide, "verify": (*wide, "matrix"), "encode": ("LDG.128",), "probe": ("bulk",)
     }.get(kind, ())  # fmt: skip
+    if "tensor" in found:  # the tile is an operand
+        needed = tuple(name for name in needed if name != "LDS.128")
     if row["kernel"] == "probe-rewrite":
         needed = ("LDG.128", "STG.128")
     return faults + [f"{at}: no {name}" for name in needed if name not in found]

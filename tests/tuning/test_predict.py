@@ -28,7 +28,7 @@ from tuning.devices import CHAIN_US, CONTENTION, CYCLES_PER_INSTRUCTION, DEVICES
 from tuning.documents import refreshed
 from tuning.matrix import StepCase
 from tuning.predict import Kernel, instructions, pipe_cycles, pipe_of, predict
-from tuning.prediction import WITHIN, compared, comparison, kernels, key_of, predicted_choice, summary_table
+from tuning.prediction import FOLDS_SINCE, WITHIN, compared, comparison, kernels, key_of, predicted_choice, summary_table
 from tuning.sass import Instruction
 from tuning.shapes import lookup
 from tuning.space import candidates
@@ -167,10 +167,10 @@ def test_the_document_shows_the_record() -> None:
 
 def test_predictions_are_near_the_measurements() -> None:
     """15 % is what the document claims of 19 in 20 steps whose rows all do the same."""
-    same = [entry for entry in recorded() if entry["what"] != "mixed"]
+    same = [entry for entry in recorded() if entry["what"] != "mixed" and entry["measured"]["median_us"] is not None]
     ratios = [entry["predicted"]["H200"]["us"] / entry["measured"]["median_us"] for entry in same]
     near = sum(abs(ratio - 1) <= WITHIN for ratio in ratios)
-    assert len(same) > 200 and near / len(same) >= 0.95
+    assert len(same) > 80 and near / len(same) >= 0.95
     assert math.isclose(math.exp(sum(map(math.log, ratios)) / len(ratios)), 1, abs_tol=0.03)  # neither high nor low
 
 
@@ -198,9 +198,8 @@ def test_the_record_is_what_the_model_says() -> None:
     [  # medians on an H200 beside them, 2026-11-29 and 30
         (torch.float32, 8, "nonflush", {"warps": 8, "fold_values": 32}, {"warps": 2, "fold_values": 32}),  # 428, 286
         (torch.bfloat16, 1, "nonflush", {"split": 2}, {"split": 1}),  # 167, 135
-        (torch.bfloat16, 1, "flush", {"fold_values": 16}, {"fold_values": 32}),  # 399, 362
     ],
-    ids=["warps", "split", "fold values"],
+    ids=["warps", "split"],
 )
 def test_launch_parameters_are_ordered_as_measured(
     state: torch.dtype, tokens: int, what: str, slower: dict[str, int], faster: dict[str, int]
@@ -221,6 +220,11 @@ def test_only_kernels_of_today_are_compared(tmp_path: Path) -> None:
     earlier = tmp_path / "earlier.json"
     earlier.write_text(json.dumps({**record, "date": "2026-11-30T05:00:00+00:00"}))
     assert not list(compared([earlier], ("nonflush",)))
+    for date, whats in (("2026-11-30T12:00:00+00:00", {"nonflush"}), (FOLDS_SINCE, {"nonflush", "flush", "plain"})):
+        earlier.write_text(json.dumps({**record, "date": date}))
+        assert {one.case.what for one in compared([earlier]) if one.median_us is not None} >= whats
+        assert {one.case.what for one in compared([earlier])} >= {"nonflush", "flush"}
+        assert any(one.median_us is None for one in compared([earlier])) == (date != FOLDS_SINCE)
     silent = tmp_path / "silent.json"
     entries = [{name: value for name, value in entry.items() if name != "config"} for entry in record["entries"]]
     silent.write_text(json.dumps({**record, "entries": entries}))
@@ -228,7 +232,9 @@ def test_only_kernels_of_today_are_compared(tmp_path: Path) -> None:
 
 
 def test_a_summary_counts_what_is_missed(tmp_path: Path) -> None:
-    source = ROOT / "docs" / "records" / "2026-11-30-h200-kimi-k3-tp8.json"
+    record = json.loads((ROOT / "docs" / "records" / "2026-11-30-h200-kimi-k3-tp8.json").read_text())
+    source = tmp_path / "record.json"
+    source.write_text(json.dumps({**record, "date": FOLDS_SINCE}))
     entries = comparison([source], [H200], lambda key, arch: replace(kernel("NOP"), key=key), lambda one: None)
     assert {entry["what"] for entry in entries} >= {"nonflush", "flush", "plain"}
     for entry in entries:
