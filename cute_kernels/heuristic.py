@@ -109,7 +109,7 @@ def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
     has few CTAs: where 1 row in 16 folds at a time, as in a server, 8 heads take 218 us and one 128.
 
     The compiler is told how many CTAs to leave room for where the registers that this allows made a step faster: with
-    decays by channel one token of a 16-bit state (GLM-5.3-Flash: 184 -> 170 us) and up to 8 of a float32 state, although
+    decays by channel one token of a 16-bit state (GLM-5.3-Flash: 184 -> 170 us) and up to 8 of a float32 state, though
     there is room for 2 (8: 475 -> 454), both at windows of up to 16, since longer ones would spill; and several tokens
     with an NVFP4 copy (Super: 100 -> 95). Left alone it spills to fit a CTA more with one token of Gated
     DeltaNet and such a copy.

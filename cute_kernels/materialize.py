@@ -37,6 +37,7 @@ from cute_kernels.replay.window import Place, address
 # stride by slot, A, and seed or a 0, which are packed; then of value, key and decay the ring, and its strides by slot,
 # head and record.
 TABLE_COLUMNS = 16
+CTAS = 4  # that the registers of a multiprocessor have room for; left alone, the compiler spills to fit more
 
 
 @dataclass(frozen=True)
@@ -154,6 +155,8 @@ def materialize_launch(
     materialize_kernel(table, cursors, rows, key).launch(
         grid=[key.layer.num_v_heads * key.layer.config.split, rows.source.shape[0], table.shape[0]],
         block=[Tile.of(key.layer).threads, 1, 1],
+        min_blocks_per_mp=CTAS,
+        preferred_smem_carveout=100,
         stream=stream,
     )
 

@@ -29,7 +29,7 @@ from tuning.tuner import DIGITS, Field, launched_key
 from tuning.workload import model_options
 
 WITHIN = 0.15  # what a prediction may err by
-# How much faster than the heuristic's choice another must be predicted to be. Of the eight pairs in docs/prediction.md
+# How much faster than the heuristic's choice another must be predicted to be. Of the seven pairs in docs/prediction.md
 # that were measured the ratio is overrated by up to 6 % (H200, 2026-11-29 and 30).
 CLEARLY = 0.1
 PREDICTED_PROTOCOL = (

@@ -24,9 +24,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cute_kernels.primitives.memory import EVICT_LAST
+
 _LINE = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
 _LABEL = re.compile(r"^(\.L_x_\w+):")
 _ENDS = ("BRA", "EXIT", "RET", "BRX", "BRXU", "JMX", "JMP")
+_POLICY = f"{EVICT_LAST >> 32:#x}"
 _WIDTH = re.compile(r"\.(?:[US]?(8|16)|ENL2\.(256)|(64|128|256))(?=\.|$)")
 EXIT = -1
 FLAG_TRIPS = 2  # of a loop that a flag ends
@@ -217,14 +220,14 @@ class Program:
 
     @property
     def fold_blocks(self) -> frozenset[int]:
-        """Blocks of the loops over a row's records, and those that write the state, 16 bytes at a time: loops that do,
-        and what does more than once and always, since tokens are stored where there is one."""
-        loops = [loop for loop in self.loops if loop.trips is None or any(map(self._wide_stores, loop.blocks))]
-        writing = [n for n in self._reached(0) if sum(one.guard is None for one in self._wide_stores(n)) > 1]
+        """Blocks of the loops over a row's records, and those that write the state: loops that store 16 bytes at a
+        time, and what has the policy of L2 with which nothing else is stored."""
+        loops = [loop for loop in self.loops if loop.trips is None or any(map(self._stores_widely, loop.blocks))]
+        writing = [n for n in self._reached(0) if any(_POLICY in one.operands for one in self.blocks[n])]
         return frozenset(writing).union(*(loop.blocks for loop in loops))
 
-    def _wide_stores(self, number: int) -> list[Instruction]:
-        return [one for one in self.blocks[number] if one.opcode == "STG" and re.search(r"\.(128|256)", one.name)]
+    def _stores_widely(self, number: int) -> bool:
+        return any(one.opcode == "STG" and re.search(r"\.(128|256)", one.name) for one in self.blocks[number])
 
     def path(self, *, folds: bool, record_trips: int) -> Path:
         """What a warp issues: each instruction with how often it does.

@@ -152,8 +152,8 @@ def compilers() -> Iterator[Executor]:
     """Processes that compile ahead, which leave one processor to the one that times. At the end they finish what they
     have begun and give up the rest.
 
-    An interrupt from the keyboard reaches them too, and one that died of it with the queue's lock would leave the others,
-    and who waits for them, waiting; so they ignore it.
+    An interrupt from the keyboard reaches them too, and one that died of it with the queue's lock would leave the
+    others, and who waits for them, waiting; so they ignore it.
     """
     ignore = partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
     executor = ProcessPoolExecutor(max(1, cpu_count() - 1), get_context("spawn"), initializer=ignore)

@@ -166,8 +166,8 @@ def test_released_layers_have_every_ratio_and_dtype() -> None:
 
 @pytest.mark.parametrize(("kind", "arch", "number"), KERNELS)
 def test_a_step_compiles_within_its_budget(kind: Recurrence, arch: str, number: int, tmp_path: Path) -> None:
-    # A delta rule keeps two probes, and by channel a decay of each record, and a fold splits 256 columns of float32 keys
-    # into terms: in these odd geometries three CTAs will do.
+    # A delta rule keeps two probes, and by channel a decay of each record, and a fold splits 256 columns of float32
+    # keys into terms: in these odd geometries three CTAs will do.
     key = key_of(arch, number, kind)
     splits = key.d_state == 256 and key.activation_dtype == "float32"
     check_step(key, arch, tmp_path, ctas=3 if splits or kind != "mamba2" else 4)

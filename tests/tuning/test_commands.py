@@ -33,7 +33,7 @@ from tuning.store import lock, write_json
 H200 = "NVIDIA H200"
 SMALL = ModelShape("small", LayerSpec("mamba2", 2, 1, 64, 64), None, "made for this test")
 SUPER = lookup("nemotron-3-super").layer
-BEST, QUARTERS = StepConfig(split=2), StepConfig(split=4, fold_values=4)
+BEST, QUARTERS = StepConfig(split=2), StepConfig(split=4, fold_values=16)
 WHOLE, HALVES, THIRDS = (StepConfig(split=split, fold_values=32, precision="tf32") for split in (1, 2, 3))
 VERSIONS = {"torch": "2", "cuda": "13", "cutlass_dsl": "4.8.1", "driver": "1"}
 

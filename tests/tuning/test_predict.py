@@ -28,7 +28,16 @@ from tuning.devices import CHAIN_US, CONTENTION, CYCLES_PER_INSTRUCTION, DEVICES
 from tuning.documents import refreshed
 from tuning.matrix import StepCase
 from tuning.predict import Kernel, instructions, pipe_cycles, pipe_of, predict
-from tuning.prediction import FOLDS_SINCE, WITHIN, compared, comparison, kernels, key_of, predicted_choice, summary_table
+from tuning.prediction import (
+    FOLDS_SINCE,
+    WITHIN,
+    compared,
+    comparison,
+    kernels,
+    key_of,
+    predicted_choice,
+    summary_table,
+)
 from tuning.sass import Instruction
 from tuning.shapes import lookup
 from tuning.space import candidates

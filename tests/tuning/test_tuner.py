@@ -35,7 +35,7 @@ SMALL = ModelShape("small", LayerSpec("mamba2", 2, 1, 64, 64), None, "made for t
 KDA = ModelShape("small-kda", LayerSpec("kda", 1, 1, 64, 64), None, "made for this test", lower_bound=-5.0)
 REPLAY = ReplaySpec(window=4)
 HEADER = Table("NVIDIA H200", "sm_90a", "measured", {"cutlass_dsl": "4.8.1"}, "scripted", {})
-WHOLE, BEST, QUARTERS = StepConfig(), StepConfig(split=2), StepConfig(split=4, fold_values=4)
+WHOLE, BEST, QUARTERS = StepConfig(), StepConfig(split=2), StepConfig(split=4, fold_values=16)
 
 
 def fields(*batches: int, shape: ModelShape = SMALL, replay: ReplaySpec = REPLAY) -> list[Field]:
