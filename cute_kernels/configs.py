@@ -260,7 +260,8 @@ class Tile:
         """Of these, how many at a time, of two rows: a power of two. Beside a copy the state waits in registers too, so
         that 64 values would spill (Super, NVFP4, batch 256: folds of 788 and 851 us; H200, 2026-11-30)."""
         copies = self.read_bits != 8 * self.state_size
-        most = max(1, min(self.fold_values, 32 if copies else self.fold_values) // (2 * self.vector))
+        values = min(self.fold_values, 32) if copies else self.fold_values
+        most = max(1, values // (2 * self.vector))
         return min(self.fold_chunks, 1 << (most.bit_length() - 1))
 
     @property

@@ -173,12 +173,17 @@ class LaneRecords:
             store_words_if(mine, row, [token.bitcast(Uint32)])
 
 
+def probe_places(inputs: Any, key: StepKey, place: Place) -> list[Int64]:
+    """Where the query is, and the key where the state meets it too."""
+    policy, size = policy_of(key), SIZE_BYTES[key.activation_dtype]
+    tensors = (policy.query(inputs), policy.key(inputs))[: key.probes]
+    return [address(tensor, size, place.row, 0, place.group) for tensor in tensors]
+
+
 def load_probes(inputs: Any, key: StepKey, place: Place) -> list[list[list[Uint32]]]:
     """This thread's vectors of the query, and of the key where the state meets it too, packed."""
-    policy, tile, size = policy_of(key), Tile.of(key), SIZE_BYTES[key.activation_dtype]
-    tensors = (policy.query(inputs), policy.key(inputs))[: key.probes]
-    places = [address(tensor, size, place.row, 0, place.group) for tensor in tensors]
-    return [load_key(where, True, place.lane % LANES_PER_RECORD, tile, cache=key_cache(key)) for where in places]
+    tile, lane8, cache = Tile.of(key), place.lane % LANES_PER_RECORD, key_cache(key)
+    return [load_key(where, True, lane8, tile, cache=cache) for where in probe_places(inputs, key, place)]
 
 
 def unpacked_probes(loaded: list[list[list[Uint32]]], key: StepKey) -> list[list[list[Float32]]]:

@@ -63,12 +63,13 @@ from cute_kernels.records import (
     load_epilogue,
     policy_of,
     probe_factors,
+    probe_places,
     scaled,
     stage_channels,
     unpacked_probes,
 )
 from cute_kernels.recurrences.base import Gate
-from cute_kernels.replay.channels import decayed, fold_factors, scaled_key, window_decays
+from cute_kernels.replay.channels import column_decays, decayed, scaled_key, window_decays
 from cute_kernels.replay.cursor import RowCursor, is_padding, load_force, load_slot
 from cute_kernels.replay.delta import columns, correction, dot, store_key
 from cute_kernels.replay.fold import (
@@ -194,7 +195,7 @@ def fold_row(tensors: StepTensors, key: StepKey, place: Place, loads: RowLoads, 
     probes = fold_probes(tensors, key, place, shared)
     decays: Any = window_decays(tile, shared.staging) if channels else columns([[window.decay]])
     if tile.value_parts > 1:  # which take that place
-        decays = columns([fold_factors(tile, shared.staging, stage.column)])
+        decays = columns([column_decays(tile, decays, c, stage.column) for c in range(tile.fold_chunks)])
     cute.arch.barrier()
     bulk_wait(shared.arrival)
     slot, head = loads.cursor.slot, place.head
@@ -267,10 +268,8 @@ def append_folded_decay(pool: PoolTensors, place: Place, cursor: RowCursor, gate
 
 def fold_probes(tensors: StepTensors, key: StepKey, place: Place, shared: TileMemory) -> FoldProbes:
     """The probes as a fold multiplies them, whose products are to be times what `probe_factors` finds."""
-    policy, tile, size = policy_of(key), Tile.of(key), SIZE_BYTES[key.activation_dtype]
-    inputs = (policy.query(tensors.inputs), policy.key(tensors.inputs))[: tile.probes]
-    places = [address(tensor, size, place.row, 0, place.group) for tensor in inputs]
-    token = shared.staging + tile.padded_window * tile.d_state * 4 if policy.decays_per_channel else None
+    tile, places = Tile.of(key), probe_places(tensors.inputs, key, place)
+    token = shared.staging + tile.padded_window * tile.d_state * 4 if tile.channels else None
     return FoldProbes(places, key.activation_dtype, token)
 
 

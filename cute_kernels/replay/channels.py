@@ -118,20 +118,9 @@ def window_decays(tile: Tile, base: Any) -> Int32:
     return base + tile.window_row * tile.d_state * 4
 
 
-def fold_factors(tile: Tile, base: Any, column: Any) -> list[Float32]:
-    """Those of the columns that a thread of a fold has."""
-    where = window_decays(tile, base) + column * (tile.vector * 4)
-    return [
-        x
-        for c in range(tile.fold_chunks)
-        for first in range(0, tile.vector, 4)
-        for x in load_shared_floats(
-            where,
-            4,
-            16,
-            offset=c * tile.fold_lanes * tile.vector * 4 + first * 4,
-        )
-    ]
+def column_decays(tile: Tile, row: Any, chunk: int, column: Any) -> list[Float32]:
+    """Of a row at a shared address, the columns of a chunk that a thread of a fold has."""
+    return load_shared_floats(row + (chunk * tile.fold_lanes + column) * tile.vector * 4, tile.vector, 16)
 
 
 def scaled_key(

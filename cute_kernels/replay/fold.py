@@ -23,14 +23,14 @@ from cute_kernels.primitives.memory import (
     EVICT_LAST,
     load_matrices,
     load_shared,
-    load_shared_floats,
     load_words,
     store_shared,
     store_shared_if,
     store_words,
 )
-from cute_kernels.primitives.mma import bf16_terms, mma_bf16
+from cute_kernels.primitives.mma import Fragment, fragment, mma_bf16
 from cute_kernels.primitives.reduce import transposed_place, transposing_sum
+from cute_kernels.replay.channels import column_decays
 from cute_kernels.replay.noise import Noise
 from cute_kernels.replay.window import LoadedRecord, Place, load_row_words
 
@@ -167,63 +167,41 @@ def load_rows(stage: FoldStage, statics: FoldStatics, first: Any, block: Any) ->
         row = ((block * 2 + half) ^ (stage.column % tile.value_turns)) * 8 + stage.row
         where = stage.values + (first + stage.column) * tile.value_stride + (row * size & -4)
         words = [load_shared(where, 1, offset=record * tile.value_stride)[0] for record in OWN_RECORDS]
-        found.append([paired_terms(words[i : i + 2], dtype, stage.row) for i in (0, 2)])
-    (upper, upper8), (lower, lower8) = found
-    return list(zip(upper, lower, upper8, lower8, strict=True))
+        if size == 2:  # a word has two rows
+            chosen = Uint32(0x5410) + Uint32(stage.row % 2) * Uint32(0x2222)
+            words = [bytes_of(words[i], words[i + 1], chosen) for i in (0, 2)]
+        found += fragment(words, dtype, EXACT_TERMS[dtype])
+    return [(a0, a1, a2, a3) for (a0, a2), (a1, a3) in zip(*found, strict=True)]
 
 
-def paired_terms(words: list[Any], dtype: str, place: Any) -> list[Uint32]:
-    """Terms of two numbers of two records, in one word each.
-
-    Args:
-        words: a float each, or a pair of which the number is the one at `place` % 2.
-    """
-    if dtype == "float32":
-        x, y = (word.bitcast(Float32) for word in words)
-    else:
-        chosen = Uint32(0x5410) + Uint32(place % 2) * Uint32(0x2222)
-        pair = bytes_of(words[0], words[1], chosen)
-        if dtype == "bfloat16":
-            return [pair]
-        x, y = unpack([pair], dtype)
-    return bf16_terms(x, y, EXACT_TERMS[dtype])
-
-
-def load_keys(stage: FoldStage, statics: FoldStatics, first: Any, chunk: int) -> list[list[tuple[Uint32, Uint32]]]:
-    """The right side: by matrix of 8 columns and term, keys of 16 records, of this lane's columns among
-    `tile.fold_lanes` vectors of a row.
+def load_keys(stage: FoldStage, statics: FoldStatics, first: Any, chunk: int) -> Fragment:
+    """The right side: of each matrix of 8 columns, among `tile.fold_lanes` vectors of a row, keys of 16 records.
 
     Of a matrix lane 4 r + c receives the sums of columns 2 c and 2 c + 1, which are to be neighbours in vector c:
     matrix j has words j of all vectors.
     """
-    tile, lane = statics.tile, stage.row * 4 + stage.column
-    matrices = tile.vector // 2
+    tile, lane, dtype = statics.tile, stage.row * 4 + stage.column, statics.key_dtype
     if tile.key_size == 2:
         number, row = lane // 8, lane % 8
         record = first + number % 2 * 8 + row // 2 + row % 2 * 4
         where = stage.keys + record * tile.key_stride + (number // 2) * 16
-        words = []
-        for j in range(0, matrices, 2):
-            words += load_matrices(where, offset=(chunk * matrices + j) * 16)
-        pairs = [[words[i], words[i + 1]] for i in range(0, len(words), 2)]
-        if statics.key_dtype == "bfloat16":
-            return [[(low, high)] for low, high in pairs]
-        terms = EXACT_TERMS[statics.key_dtype]
-        split = [[bf16_terms(x, y, terms) for x, y in (unpack([w], statics.key_dtype) for w in p)] for p in pairs]
-    else:
-        column = (chunk * tile.fold_lanes + stage.row // 2) * tile.vector + stage.row % 2
-        where = stage.keys + (first + stage.column) * tile.key_stride + column * 4
-        turned, split = stage.column > 1, []  # two of four lanes load the next matrix first: it lies in other banks
-        for j in range(0, matrices, 2):
-            places = [where + select(turned != ahead, Int32(8), Int32(0)) for ahead in (False, True)]
-            loaded = [
-                [load_shared(at, 1, offset=record * tile.key_stride + j * 8)[0] for record in OWN_RECORDS]
-                for at in places
-            ]
-            for one, other in (loaded, loaded[::-1]):
-                words = [select(turned, y, x) for x, y in zip(one, other, strict=True)]
-                split.append([paired_terms(words[i : i + 2], "float32", 0) for i in (0, 2)])
-    return [list(zip(low, high, strict=True)) for low, high in split]
+        pairs = []
+        for j in range(0, tile.vector // 2, 2):
+            pairs += load_matrices(where, offset=(chunk * tile.vector // 2 + j) * 16)
+        return fragment(pairs, dtype, EXACT_TERMS[dtype])
+    column = (chunk * tile.fold_lanes + stage.row // 2) * tile.vector + stage.row % 2
+    where = stage.keys + (first + stage.column) * tile.key_stride + column * 4
+    turned = stage.column > 1  # two of four lanes load the next matrix first: it lies in other banks
+    found: Fragment = []
+    for j in range(0, tile.vector // 2, 2):
+        one, other = (
+            [load_shared(at, 1, offset=record * tile.key_stride + j * 8)[0] for record in OWN_RECORDS]
+            for at in (where + select(turned != ahead, Int32(8), Int32(0)) for ahead in (False, True))
+        )
+        for a, b in ((one, other), (other, one)):
+            words = [select(turned, y, x) for x, y in zip(a, b, strict=True)]
+            found += fragment(words, dtype, EXACT_TERMS[dtype])
+    return found
 
 
 @dataclass(frozen=True)
@@ -250,8 +228,7 @@ class FoldProbes:
         found = [unpack(words, self.dtype) for words in loaded]
         if self.token is None:
             return found
-        where = self.token + (chunk * tile.fold_lanes + column) * tile.vector * 4
-        decays = load_shared_floats(where, tile.vector, 16)
+        decays = column_decays(tile, self.token, chunk, column)
         return [[x * decay for x, decay in zip(of_probe, decays, strict=True)] for of_probe in found]
 
 
@@ -283,11 +260,15 @@ class FoldRows:
 
     def load(self, chunk: int) -> list[list[Uint32]]:
         """This thread's vector of both rows, packed."""
-        tile = self.statics.tile
-        skips = [half * 8 * tile.d_state * tile.state_size + chunk * tile.fold_lanes * 16 for half in (0, 1)]
+        skips = [self.skip(chunk, half) for half in (0, 1)]
         if self.statics.staged:
             return [load_shared(self.state, 4, offset=skip) for skip in skips]
         return [load_words(self.checkpoint, 4, offset=skip) for skip in skips]
+
+    def skip(self, chunk: int, half: int) -> int:
+        """How many bytes behind the first vector that of a chunk is, in either row."""
+        tile = self.statics.tile
+        return half * 8 * tile.d_state * tile.state_size + chunk * tile.fold_lanes * 16
 
     def write(
         self,
@@ -315,8 +296,7 @@ class FoldRows:
                 words = pack(made, dtype)
             else:
                 words = noise.rounded(made, dtype, self.first + half * 8, chunk * tile.fold_lanes + self.stage.column)
-            skip = half * 8 * tile.d_state * tile.state_size + chunk * tile.fold_lanes * 16
-            store_words(self.checkpoint, words, hint=EVICT_LAST, offset=skip)
+            store_words(self.checkpoint, words, hint=EVICT_LAST, offset=self.skip(chunk, half))
             for dots, probe in zip(self.dots, met, strict=True):
                 for x, y in zip(made, probe, strict=True):
                     dots[half] = dots[half] + x * y
@@ -334,7 +314,7 @@ class FoldRows:
 def decays_of(decays: Any, tile: Tile, chunk: int, column: Any) -> list[Float32]:
     """Of this thread's vector of a chunk; see `fold_tile`."""
     if not isinstance(decays, cute.Tensor):
-        return load_shared_floats(decays + (chunk * tile.fold_lanes + column) * tile.vector * 4, tile.vector, 16)
+        return column_decays(tile, decays, chunk, column)
     return [decays[chunk * tile.vector + e if tile.channels else 0] for e in range(tile.vector)]
 
 
@@ -422,7 +402,8 @@ def add_records(
 
 
 def term_products(sums: list[Any], left: list[tuple[Uint32, ...]], right: list[tuple[Uint32, Uint32]]) -> list[Any]:
-    """`sums` and the products of terms, the smallest first: tensor cores cut a sum to 25 bits of its largest part."""
+    """`sums` and the products of terms, the smallest first: tensor cores cut a sum to 25 bits of its largest part.
+    `mma.multiply` sums the small ones by themselves instead, in as many registers again."""
     places = [(i, j) for i in range(len(left)) for j in range(len(right)) if i + j < MOST_TERMS]
     for i, j in sorted(places, key=sum, reverse=True):
         sums = mma_bf16(sums, left[i], right[j])
