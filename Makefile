@@ -59,7 +59,7 @@ help:
 	@echo "make demo    set up, then decode a hybrid model with and without ReplaySSM   (MODEL=qwen3_5 for another)"
 	@echo "make test    set up, then lint, type check and run all tests   (PYTEST_ARGS='-k ring' to choose)"
 	@echo "make lint    only ruff and mypy          make format  rewrite the sources with ruff"
-	@echo "make resources  rewrite docs/records/resources.json: registers, memory and instructions of the kernels"
+	@echo "make resources  rewrite docs/records/resources.json (registers, memory and instructions of the kernels) and its tables"
 	@echo "make static     rewrite docs/records/static.json: what the static verifier decides about them"
 	@echo "make clean   remove .venv and caches     PYTHON=...   use this Python as it is, install nothing"
 
@@ -97,6 +97,7 @@ format: setup-test
 
 resources: setup-test
 	@$(PYTHON) -m tests.cute_kernels.resources
+	@$(PYTHON) -m tuning refresh docs/performance.md
 
 static: setup-test
 	@$(PYTHON) -m tests.ptx.test_static
