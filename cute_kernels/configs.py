@@ -27,7 +27,8 @@ class StepConfig:
             those of a head, 1, 2 or 4: a CTA then has 4.
         ctas: CTAs that the registers of a multiprocessor must have room for; 1 leaves it to the compiler.
         fold_values: state values that a thread of a fold keeps in registers at a time.
-        heads: of one key head that a CTA takes one after the other, where a copy is read: it scores the records once.
+        heads: of one key head that a CTA works on, each with `warps` of its own, where a copy is read: they score the
+            records together. With tcgen05 `warps` decides.
         precision: of the products of several tokens, on tensor cores: a float32 factor becomes the sum of 3 bfloat16
             terms ("fp32", all of its 24 bits), of 2 ("tf32", 16 bits, more than TF32 has) or 1 ("bf16", 8 bits).
             Sums are float32, and a 16-bit factor is never rounded. One token's, without a copy, are float32.
@@ -142,12 +143,17 @@ class StepKey:
     @property
     def heads_together(self) -> int:
         """Heads of one key group that a CTA works on, each with warps of its own."""
-        return TENSOR_WARPS // self.config.warps if self.tensor else 1
+        return TENSOR_WARPS // self.config.warps if self.tensor else self.config.heads
 
     @property
     def threads(self) -> int:
         """Of a CTA."""
         return self.heads_together * self.config.warps * WARP
+
+    @property
+    def row_ctas(self) -> int:
+        """CTAs that a launch has for each row of the batch."""
+        return self.num_v_heads * self.config.split // self.heads_together
 
     @property
     def record_dtype(self) -> str:

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
 from cute_kernels.configs import ROW_BLOCK
+from cute_kernels.copy_shape import CopyShape
 from cute_kernels.drafts import Cta
 from cute_kernels.primitives.arithmetic import exp2, select
 from cute_kernels.primitives.convert import unpack
+from cute_kernels.primitives.memory import load_shared, load_words
 from cute_kernels.primitives.reduce import broadcast, prefix_sums
 from cute_kernels.records import LaneDecays, LaneRecords
 from cute_kernels.recurrences.base import Gate
 from cute_kernels.recurrences.kda import Kda
 from cute_kernels.replay.channels import ChannelRecords, own_channels
-from cute_kernels.replay.codes import SCALED, CodeScales
+from cute_kernels.replay.codes import SCALED, CodeScales, Load
 from cute_kernels.replay.cursor import RowCursor
 from cute_kernels.replay.draft import QUAD, DraftDecays, load_block
 from cute_kernels.replay.quant import CopyPlaces
@@ -72,13 +74,6 @@ class TokenChannel:
         return cls(gate, query, key)
 
 
-def load_gate(cta: Cta) -> tuple[Any, ...]:
-    """`HeadLoads.gate`."""
-    place = cta.place
-    own = select(place.lane < cta.num_tokens, place.lane, Int32(0))
-    return cta.policy.load_token(cta.tensors.inputs, cta.tensors.parameters, place.row, cta.token_at(own), place.head)
-
-
 @dataclass(frozen=True)
 class HeadLoads:
     """Loads of a head that need neither slot nor cursor.
@@ -98,9 +93,10 @@ class HeadLoads:
     channels: list[list[TokenChannel]]
 
     @classmethod
-    def start(cls, cta: Cta, gate: tuple[Any, ...] | None = None) -> HeadLoads:
+    def start(cls, cta: Cta) -> HeadLoads:
         policy, shape, place, inputs = cta.policy, cta.shape, cta.place, cta.tensors.inputs
-        gate = load_gate(cta) if gate is None else gate
+        own = select(place.lane < cta.num_tokens, place.lane, Int32(0))
+        gate = policy.load_token(inputs, cta.tensors.parameters, place.row, cta.token_at(own), place.head)
 
         def of_tokens(tensor: cute.Tensor | None) -> list[Any]:
             tokens = [] if tensor is None else [Int32(0)] if shape.lone else cta.own(0)[: 2 * shape.token_blocks]
@@ -132,6 +128,24 @@ def load_keys(cta: Cta, cursor: RowCursor) -> list[list[Uint32]]:
     return keys
 
 
+def code_runs(cta: Cta, head: Any) -> list[tuple[Any, int]]:
+    """This lane's runs of rows, counted from where so many heads before its own are."""
+    first = head * cta.key.head_dim + cta.place.first_row
+    return [(first + row, ahead) for row, ahead in cta.channels.runs]
+
+
+def load_blocks(cta: Cta, scales: CodeScales, head: Any, load: Load, base: Any) -> CodeScales:
+    """The scales with those of blocks, which `load` has at address `base`, this head's behind those of so many."""
+    together = cta.channels.together and cta.channels.run == 4
+    return scales.of_blocks(load, base, code_runs(cta, head), cta.channels.run, together=together)
+
+
+def staged_blocks(cta: Cta, scales: CodeScales) -> CodeScales:
+    """The same from shared memory, behind the tiles of all heads, once they are there."""
+    base = cta.memory.state + (cta.shape.heads - cta.local_head) * cta.tile.bytes
+    return load_blocks(cta, scales, cta.local_head, load_shared, base)
+
+
 @dataclass(frozen=True)
 class WindowLoads:
     """Loads of a head that need the cursor.
@@ -139,7 +153,8 @@ class WindowLoads:
     Args:
         decays: decay records of the window, by lane or by channel.
         values: of each product of 16 rows, and each 16 records, the words of this lane's channels of its four.
-        scales: of this lane's rows of a read copy whose codes have any.
+        scales: of this lane's rows of a read copy whose codes have any; without those of blocks that are copied
+            (`DraftShape.scale_bytes`).
     """
 
     decays: LaneRecords | ChannelRecords
@@ -147,10 +162,18 @@ class WindowLoads:
     scales: CodeScales | None
 
     @classmethod
-    def start(cls, cta: Cta, cursor: RowCursor, ahead: Ahead | None = None) -> WindowLoads:
-        """`ahead` has those that are loaded already."""
-        place, key = cta.place, cta.key
-        ahead = Ahead.start(cta, cursor) if ahead is None else ahead
+    def start(cls, cta: Cta, cursor: RowCursor) -> WindowLoads:
+        place, key, scales = cta.place, cta.key, None
+        decays: LaneRecords | ChannelRecords
+        if cta.tile.channels:
+            decays = ChannelRecords.load(cta.tensors.pool.decay, key.decay_dtype, cta.tile, place, cursor)
+        else:
+            decays = LaneRecords.load(cta.tensors.pool, key, place, cursor)
+        if key.read_dtype in SCALED and not cta.operands:
+            runs, places = code_runs(cta, place.head), CopyPlaces.of(cta.tensors.pool.copy, cursor.slot)
+            scales = CodeScales.load(CopyShape.of(key), cta.tile, places, runs, cta.channels.run, place.lane % 4)
+            if not cta.shape.scale_bytes:
+                scales = load_blocks(cta, scales, place.head, load_words, places.scale)
         values: list[Any] = [[] for _ in cta.channels.pairs]
         for first in range(0, cta.shape.window_columns, ROW_BLOCK):
             records = []
@@ -160,75 +183,7 @@ class WindowLoads:
                 records.append(cta.channels.load(valid, where, key.record_dtype, cache=cta.value_cache))
             for of_product, words in zip(values, zip(*records, strict=True), strict=True):
                 of_product.append(list(words))
-        return cls(ahead.decays, values, ahead.scales)
-
-
-@dataclass(frozen=True)
-class Ahead:
-    """The loads of a head whose results are needed first.
-
-    Args:
-        gate: as in `HeadLoads`; empty where that has it.
-        decays, scales: as in `WindowLoads`.
-    """
-
-    gate: tuple[Any, ...]
-    decays: Any
-    scales: CodeScales | None
-
-    @classmethod
-    def start(cls, cta: Cta, cursor: RowCursor, gate: tuple[Any, ...] = ()) -> Ahead:
-        place, key, scales = cta.place, cta.key, None
-        decays: LaneRecords | ChannelRecords
-        if cta.tile.channels:
-            decays = ChannelRecords.load(cta.tensors.pool.decay, key.decay_dtype, cta.tile, place, cursor)
-        else:
-            decays = LaneRecords.load(cta.tensors.pool, key, place, cursor)
-        if key.read_dtype in SCALED and not cta.operands:
-            head = place.head * key.head_dim + place.first_row
-            rows = [(head + row, ahead) for row, ahead in cta.channels.runs]
-            places = CopyPlaces.of(cta.tensors.pool.copy, cursor.slot)
-            together = cta.channels.together and cta.channels.run == 4
-            scales = CodeScales.load(cta.copy_shape, cta.tile, places, rows, cta.channels.run, together, place.lane % 4)
-        return cls(gate, decays, scales)
-
-    @property
-    def leaves(self) -> list[Any]:
-        """What was loaded, in order."""
-        scales = [] if self.scales is None else [x for row in self.scales.words for x in row] + self.scales.rows
-        return [*(x for x in self.gate if x is not None), *self.decays.words, *scales]
-
-    def with_leaves(self, words: list[Uint32]) -> Ahead:
-        """The same with other values, from their bits."""
-        found = (word.bitcast(type(leaf)) for word, leaf in zip(words, self.leaves, strict=True))
-        gate = tuple(None if x is None else next(found) for x in self.gate)
-        decays = replace(self.decays, words=[next(found) for _ in self.decays.words])
-        scales = self.scales
-        if scales is not None:
-            of_rows = [[next(found) for _ in row] for row in scales.words]
-            scales = replace(scales, words=of_rows, rows=[next(found) for _ in scales.rows])
-        return Ahead(gate, decays, scales)
-
-
-@dataclass(frozen=True)
-class Held:
-    """`Ahead` of the next head, in registers from one turn of a loop over heads to the next."""
-
-    first: Ahead
-    words: cute.Tensor
-
-    @classmethod
-    def of(cls, first: Ahead) -> Held:
-        held = cls(first, cute.make_rmem_tensor((len(first.leaves),), Uint32))
-        held.put(first)
-        return held
-
-    def put(self, ahead: Ahead) -> None:
-        for i, leaf in enumerate(ahead.leaves):
-            self.words[i] = leaf.bitcast(Uint32)
-
-    def get(self) -> Ahead:
-        return self.first.with_leaves([self.words[i] for i in range(len(self.first.leaves))])
+        return cls(decays, values, scales)
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cute_kernels.configs import TERMS, KdaOptions, StepKey, Tile
-
-MOST_TILES = 2  # of a CTA at a time
+from cute_kernels.copy_shape import ATOM_BLOCKS, ATOM_ROWS, CopyShape
 
 
 @dataclass(frozen=True)
@@ -16,6 +15,10 @@ class DraftShape:
     Vectors go to the tensor cores in blocks of 8. The probe blocks are those of the queries, then with two probes those
     of the keys. A score is a probe's product with a record's key; the columns of the scores are the window, padded to
     whole 16s, then the tokens.
+
+    Args:
+        scale_bytes: of the scales of blocks that are copied to shared memory behind the tiles of several heads, where
+            these are whole atoms (Super, NVFP4, one token: 89 registers instead of 104); else 0, and lanes load them.
     """
 
     tokens: int
@@ -25,13 +28,16 @@ class DraftShape:
     channels: bool
     warps: int
     heads: int
-    together: int
     copies: bool
     tensor: bool
+    scale_bytes: int
 
     @classmethod
     def of(cls, key: StepKey) -> DraftShape:
-        config = key.config
+        config, scale_bytes = key.config, 0
+        if config.heads > 1:
+            copy, rows = CopyShape.of(key), config.heads * key.head_dim
+            scale_bytes = rows * copy.atoms * ATOM_BLOCKS if rows % ATOM_ROWS == 0 else 0
         return cls(
             tokens=key.num_tokens,
             probes=key.probes,
@@ -39,10 +45,10 @@ class DraftShape:
             terms=TERMS[config.precision],
             channels=isinstance(key.options, KdaOptions),
             warps=config.warps,
-            heads=config.heads,
-            together=key.heads_together,
+            heads=key.heads_together,
             copies=key.read_dtype is not None,
             tensor=key.tensor,
+            scale_bytes=scale_bytes,
         )
 
     @property
@@ -58,7 +64,7 @@ class DraftShape:
     @property
     def keeps_raw(self) -> bool:
         """Whether scores lie in shared memory as they are too, beside those that a head has weighed."""
-        return self.together > 1 or (self.heads > 1 and self.tokens > 1)
+        return self.heads > 1 and not self.lone
 
     @property
     def token_blocks(self) -> int:
@@ -105,26 +111,22 @@ class DraftShape:
         return self.terms * vectors * tile.staged_vector_bytes if self.channels and not self.tensor else 0
 
     @property
-    def tiles(self) -> int:
-        """Tiles that a CTA keeps: the one that is read and the next."""
-        return min(self.heads, MOST_TILES)
-
-    @property
     def folds_over_tiles(self) -> bool:
         """Whether a fold stages its records where the tiles were: copies, which no fold reads. Decays by channel are
         staged beside the tile, and a fold needs them."""
         return self.copies and not self.channels
 
+    def head_bytes(self, tile: Tile) -> int:
+        """Shared memory of a head, behind tiles and scales: decays by channel, the scores that it has weighed or those
+        of the only head, what is between tokens, probes."""
+        scores = self.scores_bytes if self.keeps_raw or self.heads == 1 else 0
+        return tile.channel_bytes + scores + self.between_bytes + self.vectors_bytes(tile)
+
     def staging_bytes(self, tile: Tile) -> int:
-        """Shared memory behind the tiles: decays by channel, scores, what is between tokens, probes; later a fold's
-        records, unless they take the place of operands (`operands.OperandShape.fold_bytes`)."""
-        own = tile.channel_bytes + self.scores_bytes + self.between_bytes + self.vectors_bytes(tile)
-        own += self.scores_bytes if self.heads > 1 and self.keeps_raw else 0
+        """The same of all heads, and the scores that they share; later a fold's records of each, unless they take the
+        place of operands (`operands.OperandShape.fold_bytes`)."""
+        own = self.heads * self.head_bytes(tile) + (self.scores_bytes if self.heads > 1 else 0)
         if self.tensor and not self.channels:
             return own
-        return max(own, tile.staging_bytes - (self.tiles * tile.bytes if self.folds_over_tiles else 0))
-
-    def shared_bytes(self, tile: Tile) -> int:
-        """The same of all heads that a CTA works on at once, and the scores that they share."""
-        raw = self.scores_bytes if self.together > 1 else 0
-        return self.together * self.staging_bytes(tile) + raw
+        before = self.heads * tile.bytes + self.scale_bytes if self.folds_over_tiles else 0
+        return max(own, self.heads * tile.staging_bytes - before)

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
 from cute_kernels.args import StepTensors
-from cute_kernels.configs import SIZE_BYTES, TENSOR_WARPS, WARP, StepKey, Tile
+from cute_kernels.configs import SIZE_BYTES, WARP, StepKey, Tile
 from cute_kernels.draft_shape import DraftShape
 from cute_kernels.operands import OperandShape
 from cute_kernels.primitives.arithmetic import select
-from cute_kernels.primitives.bulk import bulk_load
 from cute_kernels.primitives.memory import KEEP, STREAM
 from cute_kernels.records import TileMemory, policy_of
 from cute_kernels.recurrences.base import Recurrence
 from cute_kernels.replay.cursor import RowCursor
 from cute_kernels.replay.draft import Scores, StagedVectors, Vectors
 from cute_kernels.replay.lanes import Channels, LoneChannels
-from cute_kernels.replay.quant import CopyShape
 from cute_kernels.replay.tensor import Operands
 from cute_kernels.replay.window import Place, address
 
@@ -37,7 +35,7 @@ class Cta:
         channels: of V.
         first_token: where the row's tokens begin on the token axis.
         num_tokens: how many the row has, at most `shape.tokens`; the others count as zeros and are not stored.
-        memory: where the tile is; behind it the decays by channel, then the scores, later a fold's records.
+        memory: where the head's tile is, and what it stages: decays by channel, then scores, later a fold's records.
     """
 
     tensors: StepTensors
@@ -60,11 +58,6 @@ class Cta:
     def shape(self) -> DraftShape:
         return DraftShape.of(self.key)
 
-    def at_head(self, index: Any) -> Cta:
-        """The same at one of its heads."""
-        memory = replace(self.memory, state=self.memory.state + index % self.shape.tiles * self.tile.bytes)
-        return replace(self, place=replace(self.place, head=self.place.head + index), memory=memory)
-
     def source(self, slot: Any) -> Int64:
         """Where the tile that the head reads is, of the checkpoint or of its copy."""
         tensor, size = self.tensors.pool.checkpoint, SIZE_BYTES[self.key.checkpoint_dtype]
@@ -72,11 +65,6 @@ class Cta:
             tensor = self.tensors.pool.copy.codes
             size = tensor.element_type.width // 8
         return address(tensor, size, slot, self.place.head, self.place.first_row)
-
-    def start_tile(self, slot: Any, arrival: Any, index: Any, policy: Any) -> None:
-        """Start the copy of a head's tile."""
-        at, barrier = self.at_head(index), arrival + index % self.shape.tiles
-        bulk_load(self.place.thread, at.memory.state, at.source(slot), barrier, policy, self.tile.bytes)
 
     def sync(self) -> None:
         """Wait for the CTA's warps."""
@@ -98,22 +86,20 @@ class Cta:
         return Operands(OperandShape.of(self.key), self.memory.state, cute.arch.thread_idx()[0])
 
     @property
-    def copy_shape(self) -> CopyShape:
-        """Of the read copy of a slot."""
-        key = self.key
-        return CopyShape(key.num_v_heads * key.head_dim, key.d_state, key.checkpoint_dtype, key.read_dtype or "")
-
-    @property
     def first_head(self) -> Any:
         """The first of the heads that the CTA works on at once."""
-        together = self.key.heads_together
-        return self.place.head - self.place.head % together if together > 1 else self.place.head
+        return self.place.head - self.local_head
+
+    @property
+    def local_head(self) -> Any:
+        """The head among them."""
+        return self.place.head % self.shape.heads if self.shape.heads > 1 else Int32(0)
 
     @property
     def scorer(self) -> tuple[Any, int]:
         """Which of the warps that score the records this is, and how many they are: those of all heads."""
-        if self.key.heads_together > 1:
-            return cute.arch.thread_idx()[0] // WARP, TENSOR_WARPS
+        if self.shape.heads > 1:
+            return cute.arch.thread_idx()[0] // WARP, self.shape.heads * self.shape.warps
         return self.place.warp, self.shape.warps
 
     @property
@@ -123,17 +109,17 @@ class Cta:
 
     @property
     def scores(self) -> Scores:
+        """The scores as a head has weighed them; those of one token lie as they are, and are weighed where used."""
+        if self.shape.lone:
+            return self.raw_scores
         return Scores(self.memory.staging + self.tile.channel_bytes, self.shape, self.place.lane)
 
     @property
     def raw_scores(self) -> Scores:
-        """The scores as they are, before a head weighs them."""
-        shape, base = self.shape, self.scores.base
-        if shape.together > 1:
-            later = shape.together - (self.place.head - self.first_head)
-            base = base + later * shape.staging_bytes(self.tile)
-        elif shape.keeps_raw:
-            base = base + shape.scores_bytes + shape.between_bytes
+        """The scores as they are, behind what each of several heads has staged."""
+        shape, base = self.shape, self.memory.staging + self.tile.channel_bytes
+        if shape.heads > 1:
+            base = base + (shape.heads - self.local_head) * shape.head_bytes(self.tile)
         return Scores(base, shape, self.place.lane)
 
     def vectors(self, words: list[list[Uint32]], decay_rows: list[Any]) -> Vectors:

@@ -19,17 +19,10 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cute_kernels.args import CopyTensors, MoveTensors, fake_vector
 from cute_kernels.compile import compiled
 from cute_kernels.configs import SIZE_BYTES, THREADS, WARP
+from cute_kernels.copy_shape import ATOM_BLOCKS, TILE_ROWS, CopyShape
 from cute_kernels.dtypes import CUTLASS_DTYPE
 from cute_kernels.replay.cursor import load_slot
-from cute_kernels.replay.quant import (
-    ATOM_BLOCKS,
-    LARGEST_CODE,
-    TILE_ROWS,
-    CopyPlaces,
-    CopyShape,
-    clear_scales,
-    encode_rows,
-)
+from cute_kernels.replay.quant import LARGEST_CODE, CopyPlaces, clear_scales, encode_rows
 from cute_kernels.replay.window import address
 
 

@@ -27,8 +27,8 @@ def smem_bytes(key: StepKey) -> int:
     if not key.drafts:
         return tile.smem_bytes
     if shape.tensor:
-        return OperandShape.of(key).bytes + shape.shared_bytes(tile) + 16
-    return shape.tiles * (tile.bytes + 8) + shape.staging_bytes(tile) + 8
+        return OperandShape.of(key).bytes + shape.staging_bytes(tile) + 16
+    return shape.heads * tile.bytes + shape.scale_bytes + shape.staging_bytes(tile) + 16
 
 
 def room(key: StepKey) -> int:
@@ -57,8 +57,13 @@ def invalid_reason(key: StepKey, arch: Arch) -> str | None:
         return f"warps: {tile.rows} rows are not a multiple of those that {config.warps} warps take at once"
     if config.heads < 1 or (key.num_v_heads // key.num_k_heads) % config.heads:
         return f"heads: {key.num_v_heads // key.num_k_heads} of a key head do not go by {config.heads}"
-    if config.heads > 1 and (config.split > 1 or key.read_dtype is None or key.tensor):
-        return f"heads: supported is 1 where heads are split, no copy is read or tcgen05 reads, got {config.heads}"
+    if config.heads > 1 and (config.split > 1 or key.read_dtype is None or key.tensor or tile.channels):
+        return (
+            "heads: supported is 1 where heads are split, no copy is read, tcgen05 reads or channels decay by "
+            f"themselves, got {config.heads}"
+        )
+    if config.heads * config.warps > most[-1]:
+        return f"heads: a CTA has up to {most[-1]} warps, got {config.heads} heads of {config.warps}"
     if config.precision not in TERMS:
         return f"precision: supported are {', '.join(TERMS)}, got {config.precision}"
     if config.readout not in get_args(Readout):
@@ -104,9 +109,8 @@ def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
     faster only as long as no row folds (GDN 122B: 85 us with 2 warps, 76 with 1, but 135 with 2 where 1 row in 16
     folds, more with 1). Products are as precise as what is made of them: 16 bits for outputs and records of 16 bits.
 
-    A CTA takes one head. With an NVFP4 copy, where scoring the records is as much work as a head, several are faster as
-    long as no row folds (Super, batch 256: 73 -> 62 us with 8 heads, of 8 tokens 95 -> 89). But a row that folds then
-    has few CTAs: where 1 row in 16 folds at a time, as in a server, 8 heads take 218 us and one 128.
+    A CTA takes one head. With an NVFP4 copy scoring the records is as much work as a head, and 4 that share a CTA are
+    predicted to be faster (Super, batch 256, sm_90a: 70.5 -> 66.0 us, of 8 tokens 93 -> 90), but have not been timed.
 
     The compiler is told how many CTAs to leave room for where the registers that this allows made a step faster: with
     decays by channel one token of a 16-bit state (GLM-5.3-Flash: 184 -> 170 us) and up to 8 of a float32 state, though

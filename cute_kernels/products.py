@@ -16,6 +16,7 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Float32, Int64, Uint32
 
+from cute_kernels.copy_shape import CopyShape
 from cute_kernels.drafts import Cta
 from cute_kernels.primitives import tcgen05
 from cute_kernels.primitives.memory import load_shared, load_words
@@ -49,12 +50,12 @@ def start(cta: Cta, cursor: RowCursor, source: Any, policy: Any) -> list[Decoded
     source = source - Int64(ahead * operands.shape.read_bytes)
     if operands.shape.decoded:
         places = CopyPlaces.of(cta.tensors.pool.copy, cursor.slot)
-        rows = operands.load_codes(source, cta.copy_shape, places, first_row_of(cta))
+        rows = operands.load_codes(source, CopyShape.of(cta.key), places, first_row_of(cta))
     else:
         operands.copy_state(source, policy)
     if operands.shape.scaled:
         places = CopyPlaces.of(cta.tensors.pool.copy, cursor.slot)
-        operands.copy_scales(cta.copy_shape, places, first_row_of(cta))
+        operands.copy_scales(CopyShape.of(cta.key), places, first_row_of(cta))
     tcgen05.allocate(operands.warp, operands.slot, operands.shape.columns)
     return rows
 

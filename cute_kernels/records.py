@@ -91,7 +91,7 @@ def append_record(record: LoadedRecord, is_token: Any, key: StepKey, place: Plac
 class TileMemory:
     """Shared addresses of a CTA: its tile of the checkpoint, and what is staged beside it.
 
-    `arrival` is the barrier of the tile's copy, or of the first of several, None for a fold that need not wait for it.
+    `arrival` is the barrier of the tile's copy, None for a fold that need not wait for it.
     """
 
     state: Int32
@@ -108,12 +108,12 @@ class TileMemory:
         return cls(Int32(state.data_ptr().toint()), Int32(staging.data_ptr().toint()), barrier.data_ptr())
 
     @classmethod
-    def of_tiles(cls, tile_bytes: int, staging_bytes: int, tiles: int, alignment: int) -> TileMemory:
-        """The same of several tiles, at a multiple of `alignment`, with what is staged behind them; a barrier each."""
+    def in_one(cls, tile_bytes: int, staging_bytes: int, alignment: int) -> TileMemory:
+        """The same with what is staged right behind the tile, at a multiple of `alignment`: a fold may cover both."""
         smem = cutlass.AddressSpace.smem
-        memory = cutlass.Array(Uint32, ((tiles * tile_bytes + staging_bytes) // 4,), space=smem, alignment=alignment)
-        barriers = cutlass.Array(Int64, (tiles,), space=smem, alignment=8)
-        return cls(state := Int32(memory.data_ptr().toint()), state + tiles * tile_bytes, barriers.data_ptr())
+        memory = cutlass.Array(Uint32, ((tile_bytes + staging_bytes) // 4,), space=smem, alignment=alignment)
+        barrier = cutlass.Array(Int64, (1,), space=smem, alignment=8)
+        return cls(state := Int32(memory.data_ptr().toint()), state + tile_bytes, barrier.data_ptr())
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,7 @@
 """The scores of a CTA of `verify`: products of probes with the window's records and with the tokens, weighed by head.
 
-A CTA of one head weighs each score as it is made. One of several heads keeps the scores as they are, and weighs them
-for one head after the other, or where it works on all at once each head's warps do; those of one token are weighed
-where they are used (`Scores.lone_weights`).
+A CTA of one head weighs each score as it is made. One of several heads keeps the scores as they are, and the warps of
+each head weigh them; those of one token are weighed where they are used (`Scores.lone_weights`).
 """
 
 from __future__ import annotations

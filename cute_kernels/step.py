@@ -41,6 +41,7 @@ from cute_kernels.args import (
 )
 from cute_kernels.compile import compiled
 from cute_kernels.configs import LANES_PER_RECORD, SIZE_BYTES, WARP, GdnOptions, KdaOptions, StepConfig, StepKey, Tile
+from cute_kernels.copy_shape import CopyShape
 from cute_kernels.dtypes import CUTLASS_DTYPE
 from cute_kernels.encode import fake_copy
 from cute_kernels.primitives.arithmetic import exp2, opaque, select
@@ -82,7 +83,6 @@ from cute_kernels.replay.fold import (
     stage_values,
 )
 from cute_kernels.replay.noise import Noise
-from cute_kernels.replay.quant import CopyShape
 from cute_kernels.replay.readout import ROW_LANES, add_weighted, read_tile, score, store_partial_sums
 from cute_kernels.replay.window import (
     Place,
@@ -383,11 +383,7 @@ def step_launch(
     else:
         prepared = step_kernel(compact(tensors), pad_slot, key)
     prepared.launch(
-        grid=[
-            key.num_v_heads * key.config.split // (key.config.heads * key.heads_together),
-            cute.size(rows.cache_indices),
-            1,
-        ],
+        grid=[key.row_ctas, cute.size(rows.cache_indices), 1],
         block=[key.threads, 1, 1],
         **_limits(key.config),
         stream=stream,
@@ -396,8 +392,7 @@ def step_launch(
 
 
 def _fake_copy(slots: Any, key: StepKey) -> dict[str, Any]:
-    shape = CopyShape(key.num_v_heads * key.head_dim, key.d_state, key.checkpoint_dtype, str(key.read_dtype))
-    return {f"read_{name}": part for name, part in vars(fake_copy(slots, shape, key.num_v_heads)).items()}
+    return {f"read_{name}": part for name, part in vars(fake_copy(slots, CopyShape.of(key), key.num_v_heads)).items()}
 
 
 def fake_arguments(key: StepKey) -> tuple[Any, ...]:

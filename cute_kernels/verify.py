@@ -11,9 +11,8 @@ A CTA works on `Tile.rows` rows of one head of one row of the batch:
 5. a row that folds then folds its committed records into the tile and writes it back: outputs never wait for that. With
    a read copy it folds them into the checkpoint in global memory, of which it then makes the copy anew.
 
-With a read copy of few bits a head is little work beside 1 to 3, so a CTA may take several heads of a key head
-(`StepConfig.heads`): it scores once and then goes through 4 for each, the next tile and the loads that are needed first
-on their way, and at last through 5.
+Several heads of a key head may share a CTA (`StepConfig.heads`), each with warps of its own: the scores of 3 are made
+once, of the records by all warps, and each head weighs them.
 
 The committed records are read the same way whether a row folds or not, and an append lands outside of them.
 """
@@ -32,28 +31,27 @@ from cutlass import Float32, Int32, Int64, Uint32
 from cute_kernels import products
 from cute_kernels.args import StepTensors
 from cute_kernels.configs import ROW_BLOCK, SIZE_BYTES, Tile
+from cute_kernels.copy_shape import TILE_ROWS, CopyShape
 from cute_kernels.draft_loads import (
-    Ahead,
     Draft,
     HeadLoads,
-    Held,
     WindowLoads,
-    load_gate,
     load_keys,
     load_probes,
     probe_factors,
+    staged_blocks,
 )
 from cute_kernels.draft_shape import DraftShape
 from cute_kernels.drafts import Cta
 from cute_kernels.operands import OperandShape
 from cute_kernels.primitives.arithmetic import LOG2_E, at_most, exp2, select
-from cute_kernels.primitives.bulk import bulk_init, bulk_wait
+from cute_kernels.primitives.bulk import bulk_init, bulk_load, bulk_wait
 from cute_kernels.primitives.control import barrier_of_zero, when
 from cute_kernels.primitives.convert import pack, unpack
 from cute_kernels.primitives.memory import EVICT_FIRST, EVICT_NORMAL, load_shared_floats, store_words_if
 from cute_kernels.primitives.mma import Fragment, float_fragment, lower_halves, mma_bf16, multiply, upper_halves
 from cute_kernels.primitives.reduce import transposing_sum
-from cute_kernels.records import LaneDecays, LaneRecords, TileMemory, fold_staged, stage_fold
+from cute_kernels.records import LaneDecays, TileMemory, fold_staged, stage_fold
 from cute_kernels.recurrences.base import Gate
 from cute_kernels.replay.channels import own_channels
 from cute_kernels.replay.codes import PROBE_SCALE, scales_probes
@@ -63,7 +61,7 @@ from cute_kernels.replay.draft import StateProbes, StateRows
 from cute_kernels.replay.fold import FoldStage, fold_tile
 from cute_kernels.replay.lanes import LONE_LANES, Channels
 from cute_kernels.replay.noise import Noise
-from cute_kernels.replay.quant import TILE_ROWS, CopyPlaces, clear_scales, encode_rows
+from cute_kernels.replay.quant import CopyPlaces, clear_scales, encode_rows, scale_at
 from cute_kernels.replay.window import Place, address, store_scalar_if
 from cute_kernels.scoring import Scoring
 
@@ -187,25 +185,27 @@ def read_rows(
         cta.channels.store(cta.is_token(token), where, made[n])
 
 
+def first_scales(cta: Cta, cursor: RowCursor) -> Int64:
+    """Where the scales begin of the blocks of the copy that the CTA reads, whole atoms."""
+    first = cta.first_head * cta.key.head_dim
+    return CopyPlaces.of(cta.tensors.pool.copy, cursor.slot).scale + Int64(scale_at(CopyShape.of(cta.key), first, 0))
+
+
 def state_rows(cta: Cta, loads: WindowLoads) -> StateRows:
     """This lane's rows of the tile."""
-    dtype = cta.key.read_dtype or cta.key.checkpoint_dtype
-    return StateRows(dtype, cta.tile, cta.memory.state, cta.channels.pairs, loads.scales, cta.place.lane)
+    dtype, scales = cta.key.read_dtype or cta.key.checkpoint_dtype, loads.scales
+    if cta.shape.scale_bytes and scales is not None:
+        scales = staged_blocks(cta, scales)
+    return StateRows(dtype, cta.tile, cta.memory.state, cta.channels.pairs, scales, cta.place.lane)
 
 
 def over_window(
     cta: Cta, cursor: RowCursor, sums: list[Any], added: Callable[[int, list[Any]], list[Any]]
 ) -> list[Any]:
     """What `added` makes of the sums, 16 records after 16; records behind the last 16 live ones are left out (which
-    scores of them are not made).
-
-    Where a CTA takes several heads the first 16 are behind a branch too: their values are loaded in the same turn, and
-    the compiler would have the products with the state wait for them.
-    """
-    groups, first = cta.shape.window_columns // ROW_BLOCK, 0
-    if cta.shape.heads == 1:
-        sums, first = added(0, sums), 1
-    if groups == first:
+    scores of them are not made)."""
+    groups, sums = cta.shape.window_columns // ROW_BLOCK, added(0, sums)
+    if groups == 1:
         return sums
     held = cute.make_rmem_tensor((len(sums),), Float32)
 
@@ -217,12 +217,10 @@ def over_window(
         return [held[n] for n in range(len(sums))]
 
     def add(group: int) -> None:
-        if group == 0:
-            cute.arch.sync_warp()  # else the compiler would do without the branch
         hold(added(group, taken()))
 
     hold(sums)
-    for group in range(first, groups):
+    for group in range(1, groups):
         when(cursor.count > ROW_BLOCK * group, functools.partial(add, group))
     return taken()
 
@@ -315,7 +313,7 @@ def lone_window(cta: Cta, cursor: RowCursor, loads: WindowLoads, weights: list[A
 def write_copy(cta: Cta, cursor: RowCursor, part: Int32, parts: cutlass.Constexpr):
     """Make the copy of a part of this CTA's rows from the checkpoint, 16 rows a warp; with its last part the last CTA
     clears padding scales."""
-    key, shape = cta.key, cta.copy_shape
+    key, shape = cta.key, CopyShape.of(cta.key)
     state = address(cta.tensors.pool.checkpoint, SIZE_BYTES[key.checkpoint_dtype], cursor.slot)
     places = CopyPlaces.of(cta.tensors.pool.copy, cursor.slot)
     first, tiles = cta.place.head * key.head_dim + cta.place.first_row, cta.tile.rows // TILE_ROWS // parts
@@ -349,38 +347,12 @@ def state_probes(cta: Cta, probes: list[list[list[Uint32]]]) -> StateProbes:
     """What `load_probes` loaded, or where channels decay what is staged of it, as registers meet the state."""
     vectors: Any = cta.staged if cta.shape.channels else cta.probes(probes)
     dtype = cta.key.read_dtype or cta.key.checkpoint_dtype
-    return StateProbes(vectors, dtype, cta.terms, cta.shape.lone, made=[])
+    return StateProbes(vectors, dtype, cta.terms, cta.shape.lone)
 
 
-def take_next_head(
-    cta: Cta, index: Any, scoring: Scoring, held: Held, probes: StateProbes, arrival: Any, policy: Any
-) -> None:
-    """Weigh and read one of a CTA's heads, and start the first loads of the next, and the tile after it."""
-    cursor, tiles, last = scoring.cursor, cta.shape.tiles, Int32(cta.key.config.heads - 1)
-    at, after, ahead = cta.at_head(index), cta.at_head(select(index < last, index + 1, last)), held.get()
-    early, loads = HeadLoads.start(at, ahead.gate), WindowLoads.start(at, cursor, ahead)
-    ahead = Ahead.start(after, cursor, load_gate(after))
-    draft = Draft.of(at, early, loads.decays, scoring.factors)
-    append_decays(at, cursor, draft.gate)
-    if cta.shape.tokens > 1:
-        cta.sync()  # the head before has read its scores
-        scoring.weigh(draft)
-        cta.sync()
-    bulk_wait(arrival + index % tiles, index // tiles % 2)
-    read_head(at, cursor, early, loads, draft, probes)
-    cta.sync()  # no warp needs the tile any more
-    when(index + tiles <= last, lambda: cta.start_tile(cursor.slot, arrival, index + tiles, policy))
-    held.put(ahead)
-
-
-def fold_head(cta: Cta, cursor: RowCursor, decays: LaneDecays | None, memory: TileMemory) -> None:
-    """Fold the committed records of a head, whose decays are loaded anew for None, and make its copy anew."""
+def fold_head(cta: Cta, cursor: RowCursor, decays: LaneDecays, memory: TileMemory) -> None:
+    """Fold the committed records of a head, and make its copy anew."""
     pool, key, place = cta.tensors.pool, cta.key, cta.place
-    if decays is None:
-        inputs, parameters = cta.tensors.inputs, cta.tensors.parameters
-        gate = cta.policy.gate(cta.policy.load_token(inputs, parameters, place.row, cta.token_at(0), place.head))
-        records = LaneRecords.load(pool, key, place, cursor)
-        decays = LaneDecays.of(cta.policy, gate.rate, records, place.lane, cta.shape.window)
     size = SIZE_BYTES[key.checkpoint_dtype]
     if not cta.shape.tensor:  # `products.finish` has a barrier
         cute.arch.barrier()
@@ -402,9 +374,10 @@ def verify_kernel(tensors: StepTensors, total: Int32, pad_slot: Int32, key: cutl
     _, row, _ = cute.arch.block_idx()
     place = Place.of(key, Int32(0) if key.rows.has_cu_seqlens else row)
     thread, head = place.thread, place.head
-    heads, staging = key.heads_together, shape.staging_bytes(tile)
-    tile_bytes, alignment = (OperandShape.of(key).bytes, 1024) if shape.tensor else (tile.bytes, 128)
-    shared = TileMemory.of_tiles(tile_bytes, shape.shared_bytes(tile), shape.tiles, alignment)
+    heads = shape.heads
+    tiles_bytes = heads * tile.bytes
+    copied, alignment = (OperandShape.of(key).bytes, 1024) if shape.tensor else (tiles_bytes + shape.scale_bytes, 128)
+    shared = TileMemory.in_one(copied, shape.staging_bytes(tile), alignment)
     if cutlass.const_expr(key.rows.pdl):
         cute.arch.griddepcontrol_wait()
     slot = load_slot(tensors.rows.cache_indices, row, key.rows.index_dtype)
@@ -420,19 +393,19 @@ def verify_kernel(tensors: StepTensors, total: Int32, pad_slot: Int32, key: cutl
     # Every row waits for the tile before it folds.
     memory = replace(shared, arrival=None)
     if cutlass.const_expr(heads > 1):
-        memory = replace(memory, staging=shared.staging + head % heads * staging)
+        memory = replace(memory, staging=shared.staging + head % heads * shape.head_bytes(tile))
+        if cutlass.const_expr(not shape.tensor):
+            memory = replace(memory, state=shared.state + head % heads * tile.bytes)
     cta = Cta(tensors, key, place, Channels.of(tile, place, tensor=shape.tensor), first_token, num_tokens, memory)
-    several = cutlass.const_expr(key.config.heads > 1)
     probes = load_probes(cta)
-    early: Any = None if several else HeadLoads.start(cta)
-    bulk_init(cute.arch.thread_idx()[0], shared.arrival, shape.tiles)
+    early = HeadLoads.start(cta)
+    bulk_init(cute.arch.thread_idx()[0], shared.arrival, 2 if shape.scale_bytes else 1)
     cute.arch.barrier()
     if padding:
-        for index in cutlass.range_constexpr(key.config.heads * shape.tokens):
-            token = index % shape.tokens
+        for token in cutlass.range_constexpr(shape.tokens):
             for first in range(0, tile.rows, tile.threads):
                 channel = first + thread
-                where = cta.input_place(tensors.out, token, head + index // shape.tokens, place.first_row + channel)
+                where = cta.input_place(tensors.out, token, head, place.first_row + channel)
                 inside = Int32(channel < tile.rows) * cta.is_token(token)
                 store_scalar_if(inside, where, Float32(0.0), key.activation_dtype)
     else:
@@ -449,55 +422,46 @@ def verify_kernel(tensors: StepTensors, total: Int32, pad_slot: Int32, key: cutl
         if cutlass.const_expr(shape.tensor):
             rows = products.start(cta, cursor, cta.source(cursor.slot), policy)
         else:
-            for index in cutlass.range_constexpr(shape.tiles):
-                cta.start_tile(cursor.slot, shared.arrival, index, policy)
+            source, first = cta.source(cursor.slot), cute.arch.thread_idx()[0]
+            bulk_load(first, shared.state, source, shared.arrival, policy, tiles_bytes)
+            if cutlass.const_expr(shape.scale_bytes > 0):
+                source = first_scales(cta, cursor)
+                bulk_load(first, shared.state + tiles_bytes, source, shared.arrival, policy, shape.scale_bytes)
         cute.arch.barrier()
         keys = load_keys(cta, cursor)
-        folding = replace(memory, staging=shared.state) if shape.folds_over_tiles else cta.memory
-        if cutlass.const_expr(several):
-            scoring = Scoring(cta, cursor, probes, probe_factors(cta, probes))
-            held = Held.of(Ahead.start(cta, cursor, load_gate(cta)))
-            scoring.score(keys, Float32(0.0), None)
-            cta.sync()
-            fragments = state_probes(cta, probes).ready()
-            for index in cutlass.range(key.config.heads, unroll=1):
-                take_next_head(cta, index, scoring, held, fragments, shared.arrival, policy)
-            if cutlass.const_expr(key.rows.pdl):
-                cute.arch.griddepcontrol_launch_dependents()
-            if cursor.folds:
-                for index in cutlass.range(key.config.heads, unroll=1):
-                    fold_head(cta.at_head(index), cursor, None, folding)
-        else:
-            loads = WindowLoads.start(cta, cursor)
-            # Where channels decay much is computed before any score: a barrier of all loads costs more than it brings.
-            zero = Float32(0.0) if tile.channels else barrier_of_zero()
-            if cutlass.const_expr(key.rows.pdl):
-                cute.arch.griddepcontrol_launch_dependents()
-            if cutlass.const_expr(tile.read_bits == 32 and not tile.channels):
-                # Else the gate may wait for its own loads in front of later ones, which happens with float32 states (5
-                # tokens of Super, batch 256: 288 -> 272 us); with less to read it pays to start early (Qwen3.5-122B in
-                # bfloat16, 8 tokens: 183 -> 177; H200, 2026-11-30).
-                early = replace(early, gate=tuple(None if x is None else x + zero for x in early.gate))
-            factors = probe_factors(cta, probes)
-            draft, scoring = Draft.of(cta, early, loads.decays, factors), Scoring(cta, cursor, probes, factors)
-            if cutlass.const_expr(tile.channels):
-                stage_channels(cta, cursor, early, loads.decays)
-                cute.arch.barrier()
-            else:
-                append_decays(cta, cursor, draft.gate)
-            scoring.score(keys, zero, None if shape.lone or shape.keeps_raw else draft)
-            if cutlass.const_expr(shape.tensor):
-                products.stage(cta, probes)
-                products.arrive(cta, rows)
+        folding = memory
+        if cutlass.const_expr(shape.folds_over_tiles):
+            folding = replace(memory, staging=shared.state + head % heads * tile.staging_bytes)
+        loads = WindowLoads.start(cta, cursor)
+        # Where channels decay much is computed before any score: a barrier of all loads costs more than it brings.
+        zero = Float32(0.0) if tile.channels else barrier_of_zero()
+        if cutlass.const_expr(key.rows.pdl):
+            cute.arch.griddepcontrol_launch_dependents()
+        if cutlass.const_expr(tile.read_bits == 32 and not tile.channels):
+            # Else the gate may wait for its own loads in front of later ones, which happens with float32 states (5
+            # tokens of Super, batch 256: 288 -> 272 us); with less to read it pays to start early (Qwen3.5-122B in
+            # bfloat16, 8 tokens: 183 -> 177; H200, 2026-11-30).
+            early = replace(early, gate=tuple(None if x is None else x + zero for x in early.gate))
+        factors = probe_factors(cta, probes)
+        draft, scoring = Draft.of(cta, early, loads.decays, factors), Scoring(cta, cursor, probes, factors)
+        if cutlass.const_expr(tile.channels):
+            stage_channels(cta, cursor, early, loads.decays)
             cute.arch.barrier()
-            if cutlass.const_expr(shape.tensor):
-                products.multiply(cta, shared.arrival)
-            if cutlass.const_expr(shape.keeps_raw):
-                scoring.weigh(draft)
-                cta.sync()
-            bulk_wait(shared.arrival)
-            read_head(cta, cursor, early, loads, draft, state_probes(cta, probes))
-            if cutlass.const_expr(shape.tensor):
-                folding = products.finish(cta)
-            if cursor.folds:
-                fold_head(cta, cursor, draft.decays.records, folding)
+        else:
+            append_decays(cta, cursor, draft.gate)
+        scoring.score(keys, zero, None if shape.lone or shape.keeps_raw else draft)
+        if cutlass.const_expr(shape.tensor):
+            products.stage(cta, probes)
+            products.arrive(cta, rows)
+        cute.arch.barrier()
+        if cutlass.const_expr(shape.tensor):
+            products.multiply(cta, shared.arrival)
+        if cutlass.const_expr(shape.keeps_raw):
+            scoring.weigh(draft)
+            cta.sync()
+        bulk_wait(shared.arrival)
+        read_head(cta, cursor, early, loads, draft, state_probes(cta, probes))
+        if cutlass.const_expr(shape.tensor):
+            folding = products.finish(cta)
+        if cursor.folds:
+            fold_head(cta, cursor, draft.decays.records, folding)

@@ -208,16 +208,23 @@ def test_the_warps_of_a_copy(read: Any, tokens: int, batch: int, config: StepCon
         (StepConfig(heads=0, warps=1), "heads: 4 of a key head do not go by 0"),
         (
             StepConfig(heads=2, split=2, warps=1),
-            "heads: supported is 1 where heads are split, no copy is read or tcgen05 reads, got 2",
+            "heads: supported is 1 where heads are split, no copy is read, tcgen05 reads or channels decay by "
+            "themselves, got 2",
         ),
+        (StepConfig(heads=4, warps=4), "heads: a CTA has up to 8 warps, got 4 heads of 4"),
     ],
 )
 def test_heads_that_no_kernel_takes_are_named(config: StepConfig, reason: str) -> None:
     layer = replace(LAYER, num_v_heads=8, num_k_heads=2, head_dim=64)
     with pytest.raises(NotImplementedError, match=f"^{reason}$"):
         plan(layer, ReplaySpec(read_dtype="nvfp4"), config=config)
-    with pytest.raises(NotImplementedError, match=r"no copy is read or tcgen05 reads, got 2$"):
-        plan(layer, ReplaySpec(), config=StepConfig(heads=2))
+
+
+@pytest.mark.parametrize(("kind", "read"), [("mamba2", None), ("kda", "nvfp4")])
+def test_heads_share_a_cta_where_a_copy_is_read_and_channels_decay_alike(kind: Recurrence, read: Any) -> None:
+    layer = replace(LAYER, recurrence=kind, num_v_heads=8, num_k_heads=2)
+    with pytest.raises(NotImplementedError, match=r"^heads: supported is 1 .* got 2$"):
+        plan(layer, ReplaySpec(read_dtype=read), OPTIONS[kind], config=StepConfig(heads=2))
 
 
 def test_a_tile_that_does_not_fit_is_named() -> None:

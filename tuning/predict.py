@@ -155,11 +155,6 @@ class Prediction:
     shared_bytes: float
 
 
-def ctas_of_row(key: StepKey) -> int:
-    """CTAs that a launch has for each row."""
-    return key.num_v_heads * key.config.split // (key.config.heads * key.heads_together)
-
-
 @dataclass(frozen=True)
 class _Rows:
     """Rows of a launch that do the same."""
@@ -196,7 +191,7 @@ def predict(kernel: Kernel, case: StepCase, device: Device) -> Prediction:
         folds = records + case.num_tokens > case.replay.window
         paths = kernel.paths(folds=folds, records=records)
         groups.append(_Rows(count, case.traffic(records, count), paths))
-    row_ctas, cta_warps = ctas_of_row(key), key.threads // WARP
+    row_ctas, cta_warps = key.row_ctas, key.threads // WARP
     ctas = case.rows * row_ctas
     share = ctas / device.multiprocessors
     memory, num_bytes = _memory(kernel, groups, device)
@@ -234,7 +229,7 @@ def _memory(kernel: Kernel, groups: Iterable[_Rows], device: Device) -> tuple[fl
     """Microseconds and bytes of what goes through HBM."""
     key, tile = kernel.key, Tile.of(kernel.key)
     groups = list(groups)
-    row_ctas = ctas_of_row(key)
+    row_ctas = key.row_ctas
     state = key.num_v_heads * key.head_dim * key.d_state * tile.state_size
     time = num_bytes = 0.0
     # Everything that the launch has touched may lie in L2 when rows are read again.

@@ -58,17 +58,17 @@ class Candidate:
 
     @property
     def in_flight_bytes(self) -> int:
-        """State that a multiprocessor has on its way at once: a tile a CTA."""
-        return self.room * Tile.of(self.key).bytes
+        """State that a multiprocessor has on its way at once: a tile of each head of a CTA."""
+        return self.room * self.key.heads_together * Tile.of(self.key).bytes
 
     @property
     def loaded_bytes(self) -> int:
-        """Bytes that the CTAs of one row load from a full window: each its tile and values, and all of them the keys
-        and decays of their head anew."""
+        """Bytes that the CTAs of one row load from a full window: each its tiles, their values and decays, and all of
+        them the keys anew."""
         key, tile = self.key, Tile.of(self.key)
         decays = (key.d_state if tile.channels else 1) * SIZE_BYTES[key.decay_dtype]
-        record = tile.rows * tile.value_size + key.d_state * tile.activation_size + decays
-        return key.num_v_heads * key.config.split * (tile.bytes + key.window * record)
+        of_heads = key.heads_together * (tile.bytes + key.window * (tile.rows * tile.value_size + decays))
+        return key.row_ctas * (of_heads + key.window * key.d_state * tile.activation_size)
 
 
 Prune = Callable[[Sequence[Candidate]], Sequence[Candidate]]
@@ -101,11 +101,12 @@ def candidates(shape: Shape, batch: int, arch: Arch) -> tuple[Candidate, ...]:
 
 
 def _filling(key: StepKey) -> StepKey:
-    """The same with no more registers than leave room for all CTAs that fit otherwise, but for `HELD_REGISTERS` where
-    a copy is read, whose tiles are small."""
+    """The same with no more registers than leave room for all CTAs that fit otherwise, but where a copy is read, whose
+    tiles are small, for `HELD_REGISTERS`, or for as few as drafts take where heads share a CTA."""
     ctas = room(key)
     if key.read_dtype is not None:
-        ctas = min(ctas, max(1, MULTIPROCESSOR_REGISTERS // (Tile.of(key).threads * HELD_REGISTERS)))
+        held = HELD_REGISTERS if key.config.heads == 1 else FEWEST_REGISTERS_OF_DRAFTS
+        ctas = min(ctas, max(1, MULTIPROCESSOR_REGISTERS // (key.threads * held)))
     return replace(key, config=replace(key.config, ctas=ctas))
 
 
@@ -129,8 +130,7 @@ def prune_outclassed(rows: int, multiprocessors: int) -> Prune:
     """
 
     def fills(candidate: Candidate) -> bool:
-        ctas = rows * candidate.key.num_v_heads * candidate.config.split // candidate.config.heads
-        return ctas >= candidate.room * multiprocessors
+        return rows * candidate.key.row_ctas >= candidate.room * multiprocessors
 
     def launch(key: StepKey) -> tuple[int, int, bool, int]:
         return key.config.heads, key.config.warps, key.config.ctas > 1, Tile.of(key).fold_span
@@ -179,12 +179,10 @@ def prune_wasteful(rows: int, multiprocessors: int) -> Prune:
             return True
         if any(split < key.config.split and enough(key, split) for split in splits):
             return True
-        if key.config.heads > 1 and (
-            rows * key.num_v_heads // key.config.heads < multiprocessors
-            or tile.fold_span != Tile.of(first.key).fold_span
-        ):
+        several = key.config.heads > 1
+        if several and (rows * key.row_ctas < multiprocessors or tile.fold_span != Tile.of(first.key).fold_span):
             return True
-        share = MULTIPROCESSOR_REGISTERS // (tile.threads * key.config.ctas)
+        share = MULTIPROCESSOR_REGISTERS // (key.threads * key.config.ctas)
         fewest = FEWEST_REGISTERS_OF_DRAFTS if key.drafts else FEWEST_REGISTERS
         return key.config.ctas > 1 and not fewest <= share < MOST_REGISTERS
 

@@ -11,15 +11,14 @@ from cutlass.experimental import primitives as P
 
 
 @cute.jit
-def bulk_init(thread: Int32, barrier: Any, count: cutlass.Constexpr[int] = 1):
-    """Initialise the barriers of `count` copies, by thread 0; a CTA-wide barrier must follow before their use.
+def bulk_init(thread: Int32, barrier: Any, copies: cutlass.Constexpr[int] = 1):
+    """Initialise the barrier of so many copies, by thread 0; a CTA-wide barrier must follow before its use.
 
     Args:
-        barrier: pointer to so many Int64 of shared memory.
+        barrier: pointer to an Int64 of shared memory.
     """
     if thread == 0:
-        for i in cutlass.range_constexpr(count):
-            P.mbarrier_init(barrier + i, 1)
+        P.mbarrier_init(barrier, copies)
         P.fence_mbarrier_init()
 
 
@@ -44,9 +43,9 @@ def bulk_load(
         )
 
 
-def bulk_wait(barrier: Any, turn: Any = 0) -> None:
-    """Wait until a copy on a barrier has arrived, where `turn` counts them modulo 2."""
-    cute.arch.mbarrier_wait(barrier, turn)
+def bulk_wait(barrier: Any) -> None:
+    """Wait until all copies on a barrier have arrived."""
+    cute.arch.mbarrier_wait(barrier, 0)
 
 
 def bulk_prefetch_if(predicate: Any, address: Any, num_bytes: int) -> None:

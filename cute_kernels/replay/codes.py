@@ -17,17 +17,19 @@ MXFP8 rounds values below 2**-126, those of blocks whose largest is below 2**-11
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Float32, Int64, Uint32
 
 from cute_kernels.configs import Tile
+from cute_kernels.copy_shape import ATOM_BLOCKS, BLOCK, CopyShape
 from cute_kernels.primitives.arithmetic import product, select
 from cute_kernels.primitives.memory import load_words
 from cute_kernels.primitives.mma import Fragment, lower_halves, upper_halves
-from cute_kernels.replay.quant import ATOM_BLOCKS, BLOCK, CopyPlaces, CopyShape, scale_at
+from cute_kernels.replay.quant import CopyPlaces, scale_at
 
 ptx = cute.arch.inline_ptx
 SCALED = ("nvfp4", "mxfp8", "float8_e4m3fn", "int8")
@@ -36,6 +38,8 @@ TWO_40, TWO_92, TWO_120 = 0x53805380, 0x6D806D80, 0x7B807B80  # pairs of bfloat1
 # Probes that meet codes as they are, small numbers, are made larger, so that no product is lost among the subnormals.
 PROBE_SCALE = 2.0**40
 SUM_POWER = {"nvfp4": 62, "float8_e4m3fn": 80}
+Runs = list[tuple[Any, int]]
+Load = Callable[..., list[Uint32]]  # as `memory.load_words`
 
 
 def scales_probes(dtype: str, *, lone: bool) -> bool:
@@ -142,48 +146,28 @@ class CodeScales:
 
     Args:
         words: of each row, and each chunk of K, the four scale bytes among which are those of this lane's blocks; empty
-            where scales are those of rows.
+            where scales are those of rows, or not loaded yet.
         rows: float32 scales of the rows; empty where there are none.
-        shifts: for each chunk, by how much the words have to be shifted so that this lane's bytes are the lowest.
+        blocks, shifts: for each chunk, the first block of this lane, and by how much a word has to be shifted so that
+            this lane's bytes are the lowest.
     """
 
-    dtype: str
+    shape: CopyShape
     words: list[list[Uint32]]
     rows: list[Float32]
+    blocks: list[Any]
     shifts: list[Any]
 
     @classmethod
-    def load(
-        cls,
-        shape: CopyShape,
-        tile: Tile,
-        places: CopyPlaces,
-        runs: list[tuple[Any, int]],
-        run: int,
-        together: bool,
-        lane4: Any,
-    ) -> CodeScales:
-        """Start the loads for runs of `run` rows of all heads, each (first row, rows ahead of it), an even number.
+    def load(cls, shape: CopyShape, tile: Tile, places: CopyPlaces, runs: Runs, run: int, lane4: Any) -> CodeScales:
+        """Start the loads of the scales of rows.
 
         Args:
-            together: runs lie 32 rows apart, in one group of 128, and begin at multiples of 4, the first among the
-                first 32 of so many times 32 rows as there are runs.
+            runs: of `run` rows of all heads, each (first row, rows ahead of it), an even number.
         """
-        dtype, words, scales = shape.read_dtype, [], []
+        dtype, scales = shape.read_dtype, []
         firsts = range(0, tile.d_state if shape.blocks else 0, 4 * tile.read_vector)
         blocks = [(first + lane4 * tile.read_vector) // BLOCK[dtype] for first in firsts]
-
-        def of_row(row: Any, ahead: int, count: int) -> list[list[Uint32]]:
-            """The words of a row, and of those 32, 64, .. rows behind it."""
-            where = [places.scale + Int64(scale_at(shape, row, block & -ATOM_BLOCKS)) for block in blocks]
-            found = [load_words(at, count, offset=ahead << 4) for at in where]
-            return [list(chunks) for chunks in zip(*found, strict=True)] if found else [[] for _ in range(count)]
-
-        if together:
-            by_row = [of_row(runs[0][0], i, len(runs)) for i in range(run)]
-            words = [by_row[i][n] for n in range(len(runs)) for i in range(run)]
-        else:
-            words = [of_row(row + ahead, i, 1)[0] for row, ahead in runs for i in range(run)]
         for row, ahead in runs:
             if dtype == "nvfp4":
                 (word,) = load_words(places.tile_scale + Int64((row + ahead >> 4) * 4), 1)
@@ -191,7 +175,29 @@ class CodeScales:
             elif not shape.blocks:
                 of_run = load_words(places.scale + Int64(row * 4), run, offset=ahead * 4)
                 scales += [word.bitcast(Float32) for word in of_run]
-        return cls(dtype, words, scales, [(block & 3) * 8 for block in blocks])
+        return cls(shape, [], scales, blocks, [(block & 3) * 8 for block in blocks])
+
+    def of_blocks(self, load: Load, base: Any, runs: Runs, run: int, *, together: bool) -> CodeScales:
+        """The same with the scales of blocks, if there are any.
+
+        Args:
+            load, base: from global or shared memory, where the scales of row 0 begin.
+            runs: as for `CodeScales.load`, in rows of those.
+            together: runs lie 32 rows apart, in one group of 128, and begin at multiples of 4, the first among the
+                first 32 of so many times 32 rows as there are runs.
+        """
+        if not self.blocks:
+            return self
+
+        def of_row(row: Any, ahead: int, count: int) -> list[list[Uint32]]:
+            """The words of a row, and of those 32, 64, .. rows behind it."""
+            where = [base + type(base)(scale_at(self.shape, row, block & -ATOM_BLOCKS)) for block in self.blocks]
+            return [list(chunks) for chunks in zip(*(load(at, count, offset=ahead << 4) for at in where), strict=True)]
+
+        if together:
+            by_row = [of_row(runs[0][0], i, len(runs)) for i in range(run)]
+            return replace(self, words=[by_row[i][n] for n in range(len(runs)) for i in range(run)])
+        return replace(self, words=[of_row(row + ahead, i, 1)[0] for row, ahead in runs for i in range(run)])
 
     def word(self, row: int, chunk: int) -> Uint32:
         """Four scale bytes, this lane's the lowest."""
@@ -199,10 +205,10 @@ class CodeScales:
 
     def factors(self, row: int, chunk: int) -> list[Uint32]:
         """Of each 16 codes of this lane's vector in a chunk: the scale as a pair of bfloat16, see the table above."""
-        if not self.words[row]:
+        if not self.words:
             return []
         word = self.word(row, chunk)
-        if self.dtype == "mxfp8":
+        if self.shape.read_dtype == "mxfp8":
             byte = word & Uint32(0xFF)
             # 2**(byte - 127); 2**-127 is a subnormal.
             half = select(byte == Uint32(0), Uint32(0x40), byte << 7)
@@ -224,5 +230,5 @@ class CodeScales:
         """Sums of products, (row, probe), (row, next probe), (next row, probe), .., with the scales of rows."""
         if not self.rows:
             return sums
-        rows = [self.of_sums(2 * part + i, SUM_POWER.get(self.dtype, 0)) for i in (0, 1)]
+        rows = [self.of_sums(2 * part + i, SUM_POWER.get(self.shape.read_dtype, 0)) for i in (0, 1)]
         return [[x * rows[i // 2] for i, x in enumerate(block)] for block in sums]

@@ -12,7 +12,7 @@ of a product of 16 rows of the state rows 2 g and 2 g + 1 for tokens 2 t and 2 t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from cutlass import Float32, Int32, Uint32
@@ -235,14 +235,12 @@ class StateProbes:
     Args:
         dtype: of the state.
         lone: of one token, for `StateRows.lone_products`: every lane has its part of the vectors.
-        made: the fragments, where they are made ahead of their use.
     """
 
     vectors: Vectors | StagedVectors
     dtype: str
     terms: int
     lone: bool
-    made: list[list[Fragment]]
 
     @property
     def blocks(self) -> int:
@@ -252,15 +250,8 @@ class StateProbes:
     def chunks(self) -> int:
         return self.vectors.tile.d_state // (4 * self.vectors.tile.read_vector)
 
-    def ready(self) -> StateProbes:
-        """The same, all fragments made."""
-        made = [[self.fragment(b, c) for c in range(self.chunks)] for b in range(self.blocks)]
-        return replace(self, made=made)
-
     def fragment(self, block: int, chunk: int) -> Fragment:
         """One chunk of a block."""
-        if self.made:
-            return self.made[block][chunk]
         vectors = self.vectors
         scaled = scales_probes(self.dtype, lone=self.lone)
         words = vectors.fragment(block, chunk, self.terms, vectors.tile.read_bits, scaled=scaled)

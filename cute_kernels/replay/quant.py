@@ -19,7 +19,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
 from cute_kernels.args import CopyTensors
-from cute_kernels.configs import CODE_BITS, SIZE_BYTES, WARP
+from cute_kernels.configs import SIZE_BYTES, WARP
+from cute_kernels.copy_shape import ATOM_BLOCKS, LANE_VALUES, TILE_ROWS, CopyShape
 from cute_kernels.primitives.arithmetic import (
     exact_reciprocal,
     larger_magnitude,
@@ -54,11 +55,7 @@ from cute_kernels.primitives.memory import load_words, store_byte_if, store_word
 from cute_kernels.primitives.reduce import butterfly
 from cute_kernels.replay.window import address
 
-BLOCK = {"nvfp4": 16, "mxfp8": 32}
 LARGEST_CODE = {"float8_e4m3fn": 448.0, "int8": 127.0}
-TILE_ROWS = 16
-LANE_VALUES = 16
-ATOM_ROWS, ATOM_BLOCKS = 128, 4  # the scale bytes that lie together
 LEAST_SCALE = 2.0**-100
 SEARCH, LEAST_BLOCK_SCALE, LEAST_NORMAL, UNITS = (6.0, 6.5, 4.0), 2.0**-6, 8, 2.0**14  # see the reference
 E4M3_NAN = 0x7F
@@ -67,55 +64,6 @@ ROUND_UP = 0x7FFFFF  # added to a float's bits: the exponent becomes that of the
 # The largest scale of a block, 448 times the largest value by the least divisor, 4, is 1.75 * 2**10: a power of two is
 # that much below a number where the mantissa is no more than that of 1.75.
 ROUND_UP_175, EXPONENT_1792 = 0x7FFFFF - 0x600000, 10
-
-
-@dataclass(frozen=True)
-class CopyShape:
-    """The state of a slot and the format of its copy.
-
-    Args:
-        rows: of all heads, HV * V, a multiple of 16.
-        d_state: 64, 128 or 256.
-    """
-
-    rows: int
-    d_state: int
-    state_dtype: str
-    read_dtype: str
-
-    @property
-    def lanes(self) -> int:
-        """Lanes that share a row."""
-        return self.d_state // LANE_VALUES
-
-    @property
-    def rows_at_once(self) -> int:
-        return WARP // self.lanes
-
-    @property
-    def row_bytes(self) -> int:
-        return self.d_state * SIZE_BYTES[self.state_dtype]
-
-    @property
-    def code_bytes(self) -> int:
-        """Of a row."""
-        return self.d_state * CODE_BITS[self.read_dtype] // 8
-
-    @property
-    def blocks(self) -> int:
-        """Of a row; 0 where scales are not those of blocks."""
-        return self.d_state // BLOCK[self.read_dtype] if self.read_dtype in BLOCK else 0
-
-    @property
-    def atoms(self) -> int:
-        """Groups of four scale bytes that a row takes."""
-        return -(-self.blocks // ATOM_BLOCKS)
-
-    @property
-    def tiles(self) -> int:
-        """16 rows each; with scales of blocks also those that pad the last atom."""
-        unit = ATOM_ROWS if self.blocks else TILE_ROWS
-        return -(-self.rows // unit) * (unit // TILE_ROWS)
 
 
 @dataclass(frozen=True)

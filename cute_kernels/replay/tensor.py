@@ -20,6 +20,7 @@ from typing import Any
 from cutlass import Float32, Int32, Int64, Uint32
 
 from cute_kernels.configs import TENSOR_WARPS, WARP
+from cute_kernels.copy_shape import ATOM_BLOCKS, BLOCK, CopyShape
 from cute_kernels.operands import SCALE_BYTES, OperandShape
 from cute_kernels.primitives import tcgen05
 from cute_kernels.primitives.arithmetic import paired, reciprocal, select
@@ -36,7 +37,7 @@ from cute_kernels.primitives.memory import (
 )
 from cute_kernels.primitives.mma import bf16_terms
 from cute_kernels.replay.codes import block_factors, code_pairs, ordered, ordered_pairs, ordered_place
-from cute_kernels.replay.quant import ATOM_BLOCKS, BLOCK, INFINITY, NAN, CopyPlaces, CopyShape, largest_of, scale_at
+from cute_kernels.replay.quant import INFINITY, NAN, CopyPlaces, largest_of, scale_at
 from cute_kernels.replay.window import load_row_words
 
 THREADS = TENSOR_WARPS * WARP

@@ -15,10 +15,7 @@ from cute_kernels.primitives.memory import KEEP, STREAM, load_half_if, load_word
 
 @dataclass(frozen=True)
 class Place:
-    """Which row, head and part of its rows a thread works on, and which thread it is of those of its CTA that do.
-
-    A CTA that takes several heads one after the other begins with this one.
-    """
+    """Which row, head and part of its rows a thread works on, and which thread it is of those of its CTA that do."""
 
     row: Int32
     head: Int32
@@ -33,7 +30,7 @@ class Place:
         """The place of this thread, where the CTAs of a row lie along the grid's x axis, those of a head together."""
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        head, tile = block // key.config.split * key.config.heads, Tile.of(key)
+        head, tile = block // key.config.split, Tile.of(key)
         if key.heads_together > 1:
             head = head * key.heads_together + thread // tile.threads
             thread = thread % tile.threads

@@ -77,9 +77,9 @@ def _kernels() -> dict[str, Kernel]:
     """Steps of released models with each dtype of checkpoint and each head_dim and d_state that they have, a step with
     everything that is optional, two that round stochastically, one of d_state 64 and one of full precision; of each
     delta rule the layer with the most heads with both dtypes of checkpoint in use, and an odd one; of each recurrence a
-    layer that verifies 4, 8 and 16 tokens and one that reads copies, of Mamba-2 one that decodes them into tensor
-    memory, a flush and a materialize; both commits, and the
-    cursors behind a flush; read copies in each format, and the largest tile; the probes."""
+    layer that verifies 4, 8 and 16 tokens and one that reads copies, of Mamba-2 one whose heads share a CTA and one
+    that decodes them into tensor memory, a flush and a materialize; both commits, and the cursors behind a flush; read
+    copies in each format, and the largest tile; the probes."""
     by_id = {case.id: case for case in (*RELEASED, *ODD)}
     steps = [
         "mamba2-HV128-G8-V64-K128-L16-T1-bf16-fp32",
@@ -119,7 +119,10 @@ def _kernels() -> dict[str, Kernel]:
             (by_id[name], "float8_e4m3fn"),
         ):
             kernels[f"verify-{case.id}-{read}"] = _step(case, some, read)
-    case = replace(by_id["mamba2-HV128-G8-V64-K128-L16-T1-bf16-fp32"], T=8)
+    for tokens in (1, 8):
+        case = replace(by_id["mamba2-HV128-G8-V64-K128-L16-T1-bf16-fp32"], T=tokens)
+        shared = _step(case, LAYER, "nvfp4", config=StepConfig(warps=1, heads=4, precision="tf32"))
+        kernels[f"verify-{case.id}-nvfp4-heads4"] = replace(shared, arches=("sm_90a",))
     decoded = StepConfig(warps=2, fold_values=32, precision="tf32", readout="tcgen05_f16")
     decodes = _step(case, LAYER, "nvfp4", config=decoded)
     kernels[f"verify-{case.id}-nvfp4-f16"] = replace(decodes, arches=("sm_100a", "sm_103a"))

@@ -20,19 +20,9 @@ import torch
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
-from cute_kernels.replay.quant import (
-    ATOM_BLOCKS,
-    ATOM_ROWS,
-    BLOCK,
-    CODE_BITS,
-    LARGEST_CODE,
-    LEAST_BLOCK_SCALE,
-    LEAST_NORMAL,
-    LEAST_SCALE,
-    SEARCH,
-    TILE_ROWS,
-    UNITS,
-)
+from cute_kernels.configs import CODE_BITS
+from cute_kernels.copy_shape import ATOM_BLOCKS, ATOM_ROWS, BLOCK, TILE_ROWS
+from cute_kernels.replay.quant import LARGEST_CODE, LEAST_BLOCK_SCALE, LEAST_NORMAL, LEAST_SCALE, SEARCH, UNITS
 from replayssm import LayerSpec, Pool, ReplaySpec, make_pool, model_launch
 from replayssm.keys import dtype_name
 from replayssm.reference import formats, quant

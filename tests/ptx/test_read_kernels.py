@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -88,6 +89,10 @@ RUNS = (
     Run(case("mamba2", 64, 64, 9, BF16, BF16, HV=2), FP8, "sm_103a", warps=2, heads=2),
     Run(case("gdn", 128, 64, 1, BF16, F32, HV=3), "nvfp4", heads=3, ragged=True),
     Run(replace(case("gdn", 64, 64, 4, BF16, F32, HV=2), window=20), "nvfp4", warps=2, heads=2),
+    Run(replace(case("mamba2", 64, 128, 9, BF16, F32, HV=4), window=20), "nvfp4", heads=4),
+    Run(case("mamba2", 64, 128, 4, BF16, F32, HV=4), "mxfp8", heads=2),
+    Run(case("mamba2", 80, 64, 1, BF16, F32, HV=8), "nvfp4", heads=8),
+    Run(case("gdn", 64, 256, 1, BF16, F32, HV=2), "nvfp4", warps=2, heads=2),
 )
 
 
@@ -116,7 +121,7 @@ def test_the_grid_covers_what_it_says() -> None:
         assert {run.case.T for run in runs} == {1, 4, 9} and any(run.ragged for run in runs)
         assert {run.case.activation for run in runs} == {F32, BF16, F16}
     assert {run.warps for run in RUNS if run.read == "nvfp4"} == {1, 2, 4}
-    assert {(run.case.T > 1, run.warps) for run in RUNS if run.heads > 1} == {(False, 1), (True, 1), (True, 2)}
+    assert {(run.case.T > 1, run.warps) for run in RUNS if run.heads > 1} == set(product((False, True), (1, 2)))
     assert {run.case.V for run in RUNS} == {64, 80, 128} and {run.case.K for run in RUNS} == {64, 128, 256}
     assert {run.case.checkpoint for run in RUNS} == {F32, BF16, F16}
 
@@ -231,6 +236,25 @@ def test_a_fault_in_the_kernel_is_caught(read: ReadDtype, fault: str) -> None:
     run, bench = Run(case("mamba2", 64, 64, 1, BF16, F32), read), Bench("sm_90a", "late", change=FAULTS[read][fault])
     try:
         found = mistakes(Interpreted.of(run.scene, bench), config=SEVERAL_WARPS)
+    except TroubleError as trouble:
+        found = [str(trouble)]
+    assert found
+
+
+SHARED_CTA = Run(case("mamba2", 64, 64, 4, BF16, F32, HV=2), "nvfp4", heads=2)
+SHARED_CTA_FAULTS: dict[str, Callable[[str], str]] = {
+    "no wait for the scales": swap(r"(mbarrier\.init\S+\s+\[%r\d+\], )%r\d+;", r"\g<1>1;"),
+    "the scales of some rows": swap(r"(cp\.async\.bulk\.shared\S+ \S+ \S+ )512,", r"\g<1>496,"),
+    "no barrier behind the scores": swap(r"bar\.sync\s+0;", "", 2),
+    "no barrier in front of the fold": swap(r"bar\.sync\s+0;", "", 3),
+}
+
+
+@pytest.mark.parametrize("fault", SHARED_CTA_FAULTS)
+def test_a_fault_of_heads_that_share_a_cta_is_caught(fault: str) -> None:
+    config, bench = StepConfig(warps=1, heads=2), Bench("sm_90a", "late", change=SHARED_CTA_FAULTS[fault])
+    try:
+        found = mistakes(Interpreted.of(SHARED_CTA.scene, bench), config=config)
     except TroubleError as trouble:
         found = [str(trouble)]
     assert found

@@ -6,11 +6,11 @@ three ring layouts, both index dtypes, dependent launch; rows that read and rows
 head_dim 80, one that folds, around the end of the ring, and padding; of each delta rule a group of two heads, whole,
 and one head, split, whose records are stored in pieces. With several tokens, rows that read and fold, of Mamba-2 a
 group of two heads, of Gated DeltaNet a split head, of Kimi Delta Attention one row of a whole head: more of that takes
-the tool minutes. Steps that read a copy, and launches that make copies, in two and three formats. Readouts on tcgen05
-of each kind; of block-scaled ones the tool knows 64 columns or more, so 4 terms of two probes. A CTA that appends
-beside one that reads its window is what no schedule of the interpreter shows. The verdicts stand in
-docs/records/static.json and must not get worse. Teeth: faults in the PTX, and two rows of one slot, each change the
-verdict; faults that the tool cannot see are named as such.
+the tool minutes. Steps that read a copy, of one head and of two heads a CTA, and launches that make copies, in two and
+three formats. Readouts on tcgen05 of each kind; of block-scaled ones the tool knows 64 columns or more, so 4 terms of
+two probes. A CTA that appends beside one that reads its window is what no schedule of the interpreter shows. The
+verdicts stand in docs/records/static.json and must not get worse. Teeth: faults in the PTX, and two rows of one slot,
+each change the verdict; faults that the tool cannot see are named as such.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Run:
     index: torch.dtype = torch.int32
     commits: bool = False
     read: ReadDtype | None = None
-    tensor: StepConfig | None = None  # of a readout on tcgen05
+    config: StepConfig | None = None  # else whole heads, or `split` CTAs each
 
     @property
     def scene(self) -> Scene:
@@ -90,7 +90,7 @@ class Run:
         if self.commits:
             work.commit(num_accepted=torch.ones(len(self.counts), dtype=torch.int32))
         else:
-            work.step(config=self.tensor or StepConfig(self.split), pdl=self.pdl)
+            work.step(config=self.config or StepConfig(self.split), pdl=self.pdl)
         contents = [work.cache_indices]
         if not self.commits:
             contents += [work.cursors.ring_start, work.cursors.num_committed]
@@ -117,6 +117,7 @@ class Copies:
 PAIR, SINGLE = (case((heads, 1, 64, 64), 5, BF16, F32) for heads in (2, 1))
 DELTA = replace(SINGLE, recurrence="gdn")
 SEVERAL, DELTA_SEVERAL = replace(SINGLE, T=2), replace(DELTA, T=2)
+TOGETHER = StepConfig(warps=1, heads=2)
 TENSOR = StepConfig(precision="tf32", readout="tcgen05")
 RUNS: dict[str, Any] = {
     "step, all inputs, a group of two heads": Run(PAIR, (3, 4, PAD), forced=(1,)),
@@ -146,18 +147,20 @@ RUNS: dict[str, Any] = {
     "kda verify 2 tokens, a row that folds": Run(replace(DELTA_SEVERAL, recurrence="kda"), (5,)),
     "step, a copy in fp8": Run(SINGLE, (3, 5), read=torch.float8_e4m3fn),
     "gdn step, a copy in nvfp4": Run(DELTA, (3, 5), read="nvfp4"),
+    "step, a copy in nvfp4, two heads a CTA": Run(PAIR, (3, 5, PAD), read="nvfp4", config=TOGETHER),
+    "verify 2 tokens, a copy in nvfp4, two heads a CTA": Run(replace(PAIR, T=2), (3, 5), read="nvfp4", config=TOGETHER),
     "tcgen05 verify 2 tokens, float32, two heads a CTA": Run(
-        replace(PAIR, T=2), (3, 5), tensor=replace(TENSOR, warps=2)
+        replace(PAIR, T=2), (3, 5), config=replace(TENSOR, warps=2)
     ),
-    "tcgen05 gdn verify 2 tokens, bfloat16": Run(replace(DELTA_SEVERAL, checkpoint=BF16), (3, 4), tensor=TENSOR),
+    "tcgen05 gdn verify 2 tokens, bfloat16": Run(replace(DELTA_SEVERAL, checkpoint=BF16), (3, 4), config=TENSOR),
     "tcgen05 kda verify 2 tokens, float32, a row that reads": Run(
-        replace(DELTA_SEVERAL, recurrence="kda"), (3,), tensor=TENSOR
+        replace(DELTA_SEVERAL, recurrence="kda"), (3,), config=TENSOR
     ),
     "tcgen05 gdn step, a copy in nvfp4, 4 terms": Run(
-        DELTA, (3,), read="nvfp4", tensor=replace(TENSOR, precision="fp32")
+        DELTA, (3,), read="nvfp4", config=replace(TENSOR, precision="fp32")
     ),
     "tcgen05 verify 2 tokens, a copy in nvfp4, decoded": Run(
-        SEVERAL, (3,), read="nvfp4", tensor=replace(TENSOR, readout="tcgen05_f16")
+        SEVERAL, (3,), read="nvfp4", config=replace(TENSOR, readout="tcgen05_f16")
     ),
     "copies in nvfp4": Copies("nvfp4"),
     "copies in mxfp8": Copies("mxfp8"),
@@ -166,8 +169,9 @@ RUNS: dict[str, Any] = {
     "commit, int64": Run(SINGLE, (2, PAD, 5), index=torch.int64, commits=True),
 }  # fmt: skip
 READS, FOLDS = Run(SINGLE, (3,)), Run(SINGLE, (5,))
-TENSOR_READS = Run(SEVERAL, (3,), tensor=TENSOR)
+TENSOR_READS = Run(SEVERAL, (3,), config=TENSOR)
 DECODES = RUNS["tcgen05 verify 2 tokens, a copy in nvfp4, decoded"]
+HEADS = RUNS["verify 2 tokens, a copy in nvfp4, two heads a CTA"]
 
 
 def worse(before: dict[str, Any] | None, now: Verdict, *, same_tools: bool) -> list[str]:
@@ -251,6 +255,8 @@ FAULTS: dict[str, tuple[Run, Callable[[str], str], str, str]] = {
     "tcgen05: no commit": (TENSOR_READS, without(r"tcgen05\.commit[^;]*;"), "not_wellsynced", "cannot advance"),
     "tcgen05: tensor memory freed at once": (TENSOR_READS, without(BARRIER, 3), LIFE, COMPLETE),
     "gdn, 2 tokens: no barrier behind the scores": (Run(DELTA_SEVERAL, (3,)), without(BARRIER, 2), RACE, ORDER),
+    "two heads a CTA: no barrier behind the scores": (replace(HEADS, counts=(3,)), without(BARRIER, 2), RACE, ORDER),
+    "two heads a CTA: no barrier in front of a fold": (replace(HEADS, counts=(5,)), without(BARRIER, 3), RACE, ORDER),
 }  # fmt: skip
 
 
