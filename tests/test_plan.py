@@ -202,6 +202,26 @@ def test_the_warps_of_a_copy(read: Any, tokens: int, batch: int, config: StepCon
 
 
 @pytest.mark.parametrize(
+    ("read", "tokens", "change", "ctas"),
+    [
+        ("nvfp4", 1, {}, 6),
+        ("nvfp4", 4, {}, 5),
+        ("nvfp4", 5, {}, 1),
+        ("nvfp4", 1, {"window": 17}, 1),
+        ("nvfp4", 1, {"activation_dtype": torch.float32}, 1),
+        ("nvfp4", 1, {"value_dtype": torch.float32}, 1),
+        (torch.bfloat16, 4, {}, 4),
+        (torch.float8_e4m3fn, 1, {}, 1),
+    ],
+)
+def test_the_registers_of_kimi_with_a_copy(read: Any, tokens: int, change: dict[str, Any], ctas: int) -> None:
+    """Held to what leaves room for more CTAs where that spills next to nothing; the memory of 5 is there."""
+    layer = replace(LAYER, recurrence="kda", head_dim=128)
+    key = plan(layer, ReplaySpec(read_dtype=read, max_draft=tokens, **change), num_tokens=tokens).key
+    assert key.config.ctas == ctas
+
+
+@pytest.mark.parametrize(
     ("config", "reason"),
     [
         (StepConfig(heads=3, warps=1), "heads: 4 of a key head do not go by 3"),

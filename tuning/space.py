@@ -6,7 +6,7 @@ heuristic's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -15,6 +15,7 @@ from cute_kernels.arch import Arch
 from cute_kernels.configs import ROW_BLOCK, SIZE_BYTES, StepConfig, StepKey, Tile
 from cute_kernels.heuristic import (
     HELD_REGISTERS,
+    LONE_REGISTERS,
     MULTIPROCESSOR_REGISTERS,
     heuristic_config,
     invalid_reason,
@@ -95,19 +96,21 @@ def candidates(shape: Shape, batch: int, arch: Arch) -> tuple[Candidate, ...]:
     valid = [key for key in tried if invalid_reason(key, arch) is None]
     kernels = {kernel_of(base): base}
     for key in valid:
-        for either in (key, _filling(key)):
-            kernels.setdefault(kernel_of(either), either)
+        for one in (key, *_filling(key)):
+            kernels.setdefault(kernel_of(one), one)
     return tuple(Candidate(key, room(key)) for key in kernels.values())
 
 
-def _filling(key: StepKey) -> StepKey:
+def _filling(key: StepKey) -> Iterator[StepKey]:
     """The same with no more registers than leave room for all CTAs that fit otherwise, but where a copy is read, whose
-    tiles are small, for `HELD_REGISTERS`, or for as few as drafts take where heads share a CTA."""
-    ctas = room(key)
+    tiles are small, for some that drafts take: as few as any does where heads share a CTA, more with two probes."""
+    held: tuple[int, ...] = (1,)
     if key.read_dtype is not None:
-        held = HELD_REGISTERS if key.config.heads == 1 else FEWEST_REGISTERS_OF_DRAFTS
-        ctas = min(ctas, max(1, MULTIPROCESSOR_REGISTERS // (key.threads * held)))
-    return replace(key, config=replace(key.config, ctas=ctas))
+        held = (FEWEST_REGISTERS_OF_DRAFTS,) if key.config.heads > 1 else (HELD_REGISTERS,)
+        held += (LONE_REGISTERS,) if key.probes > 1 else ()
+    for registers in held:
+        ctas = min(room(key), max(1, MULTIPROCESSOR_REGISTERS // (key.threads * registers)))
+        yield replace(key, config=replace(key.config, ctas=ctas))
 
 
 def kernel_of(key: StepKey) -> tuple[Any, ...]:
