@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 import replayssm
+from cute_kernels.configs import StepConfig
 from replayssm import Cursors, LayerSpec, Pool, ReplaySpec, bytes_per_slot, make_cursors, make_pool, plan_step
 from replayssm.model_launch import plan_fold
 from replayssm.pool import READ_PARTS
@@ -546,6 +547,17 @@ def test_cuda_steps_read_the_copy(kind: Recurrence, read: Any, tokens: int, rows
     case = Case(kind, 4, 2, rows, channels, window=16, T=tokens)
     for scene in (busy_scene(case, read_dtype=read), ragged(busy_scene(case, read_dtype=read))):
         assert mistakes(scene.on("cuda")) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["mamba2", "gdn"])
+@pytest.mark.parametrize("read", ["nvfp4", "mxfp8", torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize(("tokens", "rows", "channels"), [(1, 64, 128), (4, 128, 64), (9, 80, 128)])
+def test_cuda_heads_share_a_cta(kind: Recurrence, read: Any, tokens: int, rows: int, channels: int) -> None:
+    """The same where the heads of a key head do; 64 and 128 rows have scales that are whole atoms, 80 have not."""
+    case = Case(kind, 4, 2, rows, channels, window=16, T=tokens)
+    for scene in (busy_scene(case, read_dtype=read), ragged(busy_scene(case, read_dtype=read))):
+        assert mistakes(scene.on("cuda"), config=StepConfig(warps=1, heads=2, readout="mma")) == []
 
 
 @pytest.mark.gpu
