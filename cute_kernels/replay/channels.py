@@ -127,7 +127,7 @@ def scaled_key(
     tile: Tile, key: list[list[Any]], dtype: str, base: Any, record: Any, place: Place
 ) -> list[list[Uint32]]:
     """This thread's vectors of a record's key, each channel times its decay, as words of floats."""
-    if tile.records_per_pass > tile.padded_window:  # no record of the window: a row that no key will be staged in
+    if not tile.whole_passes:  # no record of the window: a row that no key will be staged in
         record = select(record < tile.padded_window, record, Int32(tile.padded_window))
     factors = key_factors(tile, base, record, place.lane % LANES_PER_RECORD)
     vectors = [unpack(words, dtype) for words in key]

@@ -90,6 +90,7 @@ CASES = (
     Run("sm_103a", replace(case("kda", (1, 1, 128, 64), 33, 16, F16, F16), value_dtype=F32), DeltaGiven(scale=0.25),
         split=2, warps=1),
     Run("sm_90a", case("kda", (1, 1, 64, 256), 16, 9, BF16, F16), DeltaGiven(gate=F32), layout="strided", warps=8),
+    Run("sm_90a", case("kda", (1, 1, 64, 64), 33, 2, BF16, F32), warps=8),
 )  # fmt: skip
 RAGGED = (
     Run("sm_90a", case("mamba2", (1, 1, 64, 64), 5, 4, BF16, F32), split=2, pdl=True, ragged=True),

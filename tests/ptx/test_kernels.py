@@ -43,13 +43,14 @@ class Run:
     case: Case
     given: AnyGiven | None = None
     split: int = 1
+    warps: int = 4
     pdl: bool = False
     layout: RingLayout = "record_major"
     index: torch.dtype = torch.int32
 
     @property
     def id(self) -> str:
-        return f"{self.arch}-{self.case.id}-split{self.split}-{self.given.id if self.given else 'default'}"
+        return f"{self.arch}-{self.case.id}-split{self.split}-warps{self.warps}-{self.given.id if self.given else 'default'}"
 
     @property
     def scene(self) -> Scene:
@@ -98,6 +99,9 @@ CASES = (
     Run("sm_103a", replace(case("kda", (2, 2, 64, 64), 16, F16, F32), value_dtype=F32), layout="strided"),
     Run("sm_90a", replace(case("kda", (4, 2, 64, 64), 5, F32, BF16), decay_dtype=BF16), DeltaGiven(lower_bound=-0.5),
         pdl=True),
+    Run("sm_90a", case("mamba2", (1, 1, 64, 64), 33, BF16, BF16), split=2, warps=8),
+    Run("sm_90a", case("gdn", (1, 1, 64, 64), 33, BF16, F32), warps=8),
+    Run("sm_90a", case("kda", (1, 1, 64, 64), 33, BF16, F32), warps=8),
     Run("sm_90a", case("kda", (1, 1, 80, 64), 16, F32, F32)),
     Run("sm_90a", replace(case("kda", (1, 1, 128, 64), 16, BF16, F32), value_dtype=F32)),
 )  # fmt: skip
@@ -107,7 +111,7 @@ def after(run: Run, mode: Mode, seed: int) -> list[torch.Tensor]:
     """All that a step wrote, once it is known to be right."""
     bench, outputs = Bench(run.arch, mode, seed), []
     work = Interpreted.of(run.scene, bench)
-    config = StepConfig(run.split)
+    config = StepConfig(run.split, run.warps)
     found = mistakes(work, after=lambda work, out: outputs.append(out), config=config, pdl=run.pdl)
     assert found == [], (run, mode, seed)
     (launch,) = bench.launches
