@@ -50,7 +50,8 @@ class Run:
 
     @property
     def id(self) -> str:
-        return f"{self.arch}-{self.case.id}-split{self.split}-warps{self.warps}-{self.given.id if self.given else 'default'}"
+        given = self.given.id if self.given else "default"
+        return f"{self.arch}-{self.case.id}-split{self.split}-warps{self.warps}-{given}"
 
     @property
     def scene(self) -> Scene:
