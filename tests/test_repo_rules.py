@@ -19,9 +19,11 @@ import pytest
 PACKAGES = ("cute_kernels", "replayssm", "tuning")
 COMPILER = {"cutlass", "cuda", "tvm_ffi"}
 # What the host plans with: these modules of cute_kernels need no compiler, so replayssm may import them at once.
-PLANNING = tuple(f"cute_kernels.{name}" for name in ("arch", "configs", "draft_shape", "heuristic", "operands"))
+PLANNING = tuple(
+    f"cute_kernels.{name}" for name in ("arch", "configs", "copy_shape", "draft_shape", "heuristic", "operands")
+)
 # Within cute_kernels a module imports from its own layer or a lower one. The operations (step, commit, ...) come last.
-FOUNDATION = {"arch", "args", "compile", "configs", "draft_shape", "dtypes", "operands"}
+FOUNDATION = {"arch", "args", "compile", "configs", "copy_shape", "draft_shape", "dtypes", "operands"}
 LAYERS = ("primitives", "replay", "recurrences")
 SSM_WORDS = re.compile(r"ssm|mamba|\bgdn|\bkda|delta_?net|replay|recurren|checkpoint|cursor|draft|decay", re.I)
 LAYER_WORDS = re.compile(r"mamba|\bgdn|\bkda|delta_?net|kimi|qwen|nemotron", re.I)
