@@ -10,13 +10,14 @@ journal before the next one begins.
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from multiprocessing import cpu_count, get_context
+from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -156,7 +157,9 @@ def compilers() -> Iterator[Executor]:
     others, and who waits for them, waiting; so they ignore it.
     """
     ignore = partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
-    executor = ProcessPoolExecutor(max(1, cpu_count() - 1), get_context("spawn"), initializer=ignore)
+    # In a container the machine may have many more processors than this process.
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    executor = ProcessPoolExecutor(max(1, processors - 1), get_context("spawn"), initializer=ignore)
     try:
         yield executor
     finally:

@@ -196,6 +196,14 @@ def test_kernels_are_compiled_ahead_once_each() -> None:
     assert [choice.parameters for choice in choices.values()] == [tabled(QUARTERS)] * 2
 
 
+def test_as_many_compile_as_the_process_has_processors_but_one(monkeypatch) -> None:
+    """Which may be few of the machine's."""
+    for processors, count in (({0, 5, 9}, 2), ({3}, 1)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, found=processors: found, raising=False)
+        with tuner.compilers() as executor:
+            assert executor._max_workers == count
+
+
 def test_what_was_not_begun_is_given_up_at_the_end() -> None:
     """So that a run which is out of time or interrupted ends soon."""
     with tuner.compilers() as executor:
