@@ -73,6 +73,12 @@ def compile_only(
     return cute.compile[settings](function, *make_arguments())
 
 
+def launch_limits(ctas: int) -> dict[str, int]:
+    """Arguments of a launch that keep the registers of a CTA to its share where a multiprocessor is to hold so many;
+    without a word on shared memory the launch would ask a device."""
+    return {"min_blocks_per_mp": ctas, "preferred_smem_carveout": 100} if ctas > 1 else {}
+
+
 def compiled(
     function: Callable[..., Any], make_arguments: Callable[[], tuple[Any, ...]], key: Hashable, arch: str
 ) -> Callable[..., None]:

@@ -130,8 +130,7 @@ def load_keys(cta: Cta, cursor: RowCursor) -> list[list[Uint32]]:
 
 def code_runs(cta: Cta, head: Any) -> list[tuple[Any, int]]:
     """This lane's runs of rows, counted from where so many heads before its own are."""
-    first = head * cta.key.head_dim + cta.place.first_row
-    return [(first + row, ahead) for row, ahead in cta.channels.runs]
+    return [(cta.rows_before(head) + row, ahead) for row, ahead in cta.channels.runs]
 
 
 def load_blocks(cta: Cta, scales: CodeScales, head: Any, load: Load, base: Any) -> CodeScales:

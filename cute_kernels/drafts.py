@@ -95,6 +95,10 @@ class Cta:
         """The head among them."""
         return self.place.head % self.shape.heads if self.shape.heads > 1 else Int32(0)
 
+    def rows_before(self, head: Any) -> Any:
+        """Rows in front of the CTA's of a head, of it and of so many heads before it."""
+        return head * self.key.head_dim + self.place.first_row
+
     @property
     def scorer(self) -> tuple[Any, int]:
         """Which of the warps that score the records this is, and how many they are: those of all heads."""

@@ -39,6 +39,11 @@ def room(key: StepKey) -> int:
     return max(1, min(by_memory, MULTIPROCESSOR_THREADS // key.threads, MULTIPROCESSOR_CTAS))
 
 
+def room_within(key: StepKey, registers: int) -> int:
+    """The same with so many registers a thread."""
+    return max(1, min(room(key), MULTIPROCESSOR_REGISTERS // (key.threads * registers)))
+
+
 def invalid_reason(key: StepKey, arch: Arch) -> str | None:
     """Why this key has no kernel on this architecture, or None: the one statement of what steps support."""
     if key.d_state not in (64, 128, 256):
@@ -163,14 +168,14 @@ def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
             continue
         if key.drafts:
             held = held_registers(candidate)
-            ctas = 1 if held is None else min(room(candidate), MULTIPROCESSOR_REGISTERS // (tile.threads * held))
+            ctas = 1 if held is None else room_within(candidate, held)
             alike = 1 if channels else max(1, SCHEDULERS // tile.warps)  # each has registers of its own
             ctas = max(1, ctas // alike * alike)
             if channels and key.read_dtype is None and tile.read_bits == 32 and key.num_tokens <= 8:
                 ctas = CHANNEL_DRAFT_CTAS if room(candidate) > 1 and key.window <= ROW_BLOCK else 1
             ctas = 1 if candidate.tensor else ctas
         elif key.rounding == "stochastic" and key.probes == 1:
-            ctas = min(room(candidate), MULTIPROCESSOR_REGISTERS // (tile.threads * DRAWING_REGISTERS))
+            ctas = room_within(candidate, DRAWING_REGISTERS)
         else:
             most = CHANNEL_CTAS if key.window <= ROW_BLOCK else LONG_CHANNEL_CTAS
             if key.d_state > 128:

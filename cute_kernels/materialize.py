@@ -23,7 +23,7 @@ from cutlass import Boolean, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_kernels.args import CursorTensors, MoveTensors, PoolTensors, fake_cursors, fake_vector
-from cute_kernels.compile import compiled
+from cute_kernels.compile import compiled, launch_limits
 from cute_kernels.configs import SIZE_BYTES, StepKey, Tile
 from cute_kernels.dtypes import CUTLASS_DTYPE
 from cute_kernels.primitives.bulk import bulk_init, bulk_load, bulk_wait
@@ -155,8 +155,7 @@ def materialize_launch(
     materialize_kernel(table, cursors, rows, key).launch(
         grid=[key.layer.num_v_heads * key.layer.config.split, rows.source.shape[0], table.shape[0]],
         block=[Tile.of(key.layer).threads, 1, 1],
-        min_blocks_per_mp=CTAS,
-        preferred_smem_carveout=100,
+        **launch_limits(CTAS),
         stream=stream,
     )
 

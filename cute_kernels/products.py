@@ -33,11 +33,6 @@ def operands_of(cta: Cta) -> Operands:
     return cta.operands
 
 
-def first_row_of(cta: Cta) -> Any:
-    """The first row, of all heads, that the CTA works on."""
-    return cta.first_head * cta.key.head_dim + cta.place.first_row
-
-
 def start(cta: Cta, cursor: RowCursor, source: Any, policy: Any) -> list[DecodedRow]:
     """Allocate tensor memory and start the copies of the tile, that of this thread's head at a global address; a
     barrier must follow.
@@ -45,17 +40,17 @@ def start(cta: Cta, cursor: RowCursor, source: Any, policy: Any) -> list[Decoded
     Returns:
         What `arrive` decodes.
     """
-    operands, place, rows = operands_of(cta), cta.place, []
-    ahead = place.head * cta.key.head_dim + place.first_row - first_row_of(cta)
-    source = source - Int64(ahead * operands.shape.read_bytes)
+    operands, rows = operands_of(cta), []
+    first = cta.rows_before(cta.first_head)
+    source = source - Int64((cta.rows_before(cta.place.head) - first) * operands.shape.read_bytes)
     if operands.shape.decoded:
         places = CopyPlaces.of(cta.tensors.pool.copy, cursor.slot)
-        rows = operands.load_codes(source, CopyShape.of(cta.key), places, first_row_of(cta))
+        rows = operands.load_codes(source, CopyShape.of(cta.key), places, first)
     else:
         operands.copy_state(source, policy)
     if operands.shape.scaled:
         places = CopyPlaces.of(cta.tensors.pool.copy, cursor.slot)
-        operands.copy_scales(CopyShape.of(cta.key), places, first_row_of(cta))
+        operands.copy_scales(CopyShape.of(cta.key), places, first)
     tcgen05.allocate(operands.warp, operands.slot, operands.shape.columns)
     return rows
 
@@ -81,7 +76,7 @@ def sums(cta: Cta, cursor: RowCursor, factors: list[list[Any]]) -> list[Any]:
     scale, shape = None, operands_of(cta).shape
     if shape.scaled or shape.decoded:
         places = CopyPlaces.of(cta.tensors.pool.copy, cursor.slot)
-        row = cta.place.head * cta.key.head_dim + cta.place.first_row + cta.channels.first
+        row = cta.rows_before(cta.place.head) + cta.channels.first
         (word,) = load_words(places.tile_scale + (row >> 4) * 4, 1)
         scale = word.bitcast(Float32)
     if shape.decoded:

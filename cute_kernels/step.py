@@ -39,8 +39,8 @@ from cute_kernels.args import (
     fake_cursors,
     fake_vector,
 )
-from cute_kernels.compile import compiled
-from cute_kernels.configs import LANES_PER_RECORD, SIZE_BYTES, WARP, GdnOptions, KdaOptions, StepConfig, StepKey, Tile
+from cute_kernels.compile import compiled, launch_limits
+from cute_kernels.configs import LANES_PER_RECORD, SIZE_BYTES, WARP, GdnOptions, KdaOptions, StepKey, Tile
 from cute_kernels.copy_shape import CopyShape
 from cute_kernels.dtypes import CUTLASS_DTYPE
 from cute_kernels.encode import fake_copy
@@ -359,11 +359,6 @@ def compact(group: Any) -> Any:
     return cute.make_tensor(group.iterator, cute.make_layout(tuple(1 for _ in strides), stride=tuple(strides)))
 
 
-def _limits(config: StepConfig) -> dict[str, int]:
-    """What keeps the registers of a CTA to its share; without a word on shared memory the launch would ask a device."""
-    return {"min_blocks_per_mp": config.ctas, "preferred_smem_carveout": 100} if config.ctas > 1 else {}
-
-
 @cute.jit
 def step_launch(
     pool: PoolTensors,
@@ -385,7 +380,7 @@ def step_launch(
     prepared.launch(
         grid=[key.row_ctas, cute.size(rows.cache_indices), 1],
         block=[key.threads, 1, 1],
-        **_limits(key.config),
+        **launch_limits(key.config.ctas),
         stream=stream,
         use_pdl=key.rows.pdl,
     )

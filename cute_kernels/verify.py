@@ -316,7 +316,7 @@ def write_copy(cta: Cta, cursor: RowCursor, part: Int32, parts: cutlass.Constexp
     key, shape = cta.key, CopyShape.of(cta.key)
     state = address(cta.tensors.pool.checkpoint, SIZE_BYTES[key.checkpoint_dtype], cursor.slot)
     places = CopyPlaces.of(cta.tensors.pool.copy, cursor.slot)
-    first, tiles = cta.place.head * key.head_dim + cta.place.first_row, cta.tile.rows // TILE_ROWS // parts
+    first, tiles = cta.rows_before(cta.place.head), cta.tile.rows // TILE_ROWS // parts
     for tile in cutlass.range(part * tiles + cta.place.warp, (part + 1) * tiles, cta.tile.warps, unroll=1):
         encode_rows(shape, state, places, first + tile * TILE_ROWS, cta.place.lane)
     if cutlass.const_expr(shape.tiles * TILE_ROWS > shape.rows):

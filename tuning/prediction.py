@@ -241,8 +241,8 @@ def _cells(entry: Entry, others: Sequence[str]) -> list[str]:
     predicted = entry["predicted"]
     own = predicted["H200"]
     us = entry["measured"]["median_us"]
-    compared = ["", ""] if us is None else [f"{us:.1f}", f"{_ratio(entry):.2f}"]
-    cells = [own["bound"], f"{own['us']:.1f}", *compared]
+    measured = ["", ""] if us is None else [f"{us:.1f}", f"{_ratio(entry):.2f}"]
+    cells = [own["bound"], f"{own['us']:.1f}", *measured]
     return cells + [f"{predicted[name]['us']:.1f}" for name in others]
 
 

@@ -20,6 +20,7 @@ from cute_kernels.heuristic import (
     heuristic_config,
     invalid_reason,
     room,
+    room_within,
 )
 from replayssm.tuned import TUNED_FIELDS, Parameters, Shape
 
@@ -104,12 +105,11 @@ def candidates(shape: Shape, batch: int, arch: Arch) -> tuple[Candidate, ...]:
 def _filling(key: StepKey) -> Iterator[StepKey]:
     """The same with no more registers than leave room for all CTAs that fit otherwise, but where a copy is read, whose
     tiles are small, for some that drafts take: as few as any does where heads share a CTA, more with two probes."""
-    held: tuple[int, ...] = (1,)
+    found = [room(key)]
     if key.read_dtype is not None:
-        held = (FEWEST_REGISTERS_OF_DRAFTS,) if key.config.heads > 1 else (HELD_REGISTERS,)
-        held += (LONE_REGISTERS,) if key.probes > 1 else ()
-    for registers in held:
-        ctas = min(room(key), max(1, MULTIPROCESSOR_REGISTERS // (key.threads * registers)))
+        held = (FEWEST_REGISTERS_OF_DRAFTS if key.config.heads > 1 else HELD_REGISTERS, LONE_REGISTERS)
+        found = [room_within(key, registers) for registers in held[: key.probes]]
+    for ctas in found:
         yield replace(key, config=replace(key.config, ctas=ctas))
 
 

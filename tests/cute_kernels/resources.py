@@ -119,10 +119,10 @@ def _kernels() -> dict[str, Kernel]:
             (by_id[name], "float8_e4m3fn"),
         ):
             kernels[f"verify-{case.id}-{read}"] = _step(case, some, read)
-    for tokens in (1, 8):
-        case = replace(by_id["mamba2-HV128-G8-V64-K128-L16-T1-bf16-fp32"], T=tokens)
+    for case in (replace(by_id["mamba2-HV128-G8-V64-K128-L16-T1-bf16-fp32"], T=tokens) for tokens in (1, 8)):
         shared = _step(case, LAYER, "nvfp4", config=StepConfig(warps=1, heads=4, precision="tf32"))
         kernels[f"verify-{case.id}-nvfp4-heads4"] = replace(shared, arches=("sm_90a",))
+    case = replace(by_id["mamba2-HV128-G8-V64-K128-L16-T1-bf16-fp32"], T=8)
     decoded = StepConfig(warps=2, fold_values=32, precision="tf32", readout="tcgen05_f16")
     decodes = _step(case, LAYER, "nvfp4", config=decoded)
     kernels[f"verify-{case.id}-nvfp4-f16"] = replace(decodes, arches=("sm_100a", "sm_103a"))

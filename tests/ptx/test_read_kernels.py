@@ -229,19 +229,23 @@ FAULTS: dict[ReadDtype, dict[str, Callable[[str], str]]] = {
 }  # fmt: skip
 
 
+def found(run: Run, config: StepConfig, change: Callable[[str], str] = str) -> list[str]:
+    """What is wrong with a step whose PTX is changed."""
+    try:
+        return mistakes(Interpreted.of(run.scene, Bench("sm_90a", "late", change=change)), config=config)
+    except TroubleError as trouble:
+        return [str(trouble)]
+
+
 @pytest.mark.parametrize(
     ("read", "fault"), [(read, fault) for read, faults in FAULTS.items() for fault in faults], ids=str
 )
 def test_a_fault_in_the_kernel_is_caught(read: ReadDtype, fault: str) -> None:
-    run, bench = Run(case("mamba2", 64, 64, 1, BF16, F32), read), Bench("sm_90a", "late", change=FAULTS[read][fault])
-    try:
-        found = mistakes(Interpreted.of(run.scene, bench), config=SEVERAL_WARPS)
-    except TroubleError as trouble:
-        found = [str(trouble)]
-    assert found
+    assert found(Run(case("mamba2", 64, 64, 1, BF16, F32), read), SEVERAL_WARPS, FAULTS[read][fault])
 
 
 SHARED_CTA = Run(case("mamba2", 64, 64, 4, BF16, F32, HV=2), "nvfp4", heads=2)
+TWO_HEADS = StepConfig(warps=1, heads=2)
 SHARED_CTA_FAULTS: dict[str, Callable[[str], str]] = {
     "no wait for the scales": swap(r"(mbarrier\.init\S+\s+\[%r\d+\], )%r\d+;", r"\g<1>1;"),
     "the scales of some rows": swap(r"(cp\.async\.bulk\.shared\S+ \S+ \S+ )512,", r"\g<1>496,"),
@@ -252,18 +256,16 @@ SHARED_CTA_FAULTS: dict[str, Callable[[str], str]] = {
 
 @pytest.mark.parametrize("fault", SHARED_CTA_FAULTS)
 def test_a_fault_of_heads_that_share_a_cta_is_caught(fault: str) -> None:
-    config, bench = StepConfig(warps=1, heads=2), Bench("sm_90a", "late", change=SHARED_CTA_FAULTS[fault])
-    try:
-        found = mistakes(Interpreted.of(SHARED_CTA.scene, bench), config=config)
-    except TroubleError as trouble:
-        found = [str(trouble)]
-    assert found
+    assert found(SHARED_CTA, TWO_HEADS, SHARED_CTA_FAULTS[fault])
 
 
 @pytest.mark.parametrize("read", FAULTS, ids=str)
 def test_the_kernel_without_a_fault_passes(read: ReadDtype) -> None:
-    run = Run(case("mamba2", 64, 64, 1, BF16, F32), read)
-    assert mistakes(Interpreted.of(run.scene, Bench("sm_90a", "late")), config=SEVERAL_WARPS) == []
+    assert found(Run(case("mamba2", 64, 64, 1, BF16, F32), read), SEVERAL_WARPS) == []
+
+
+def test_the_kernel_of_heads_that_share_a_cta_passes_without_a_fault() -> None:
+    assert found(SHARED_CTA, TWO_HEADS) == []
 
 
 def test_a_shared_tile_holds_codes() -> None:
