@@ -282,13 +282,14 @@ class Tile:
 
     @property
     def key_stride(self) -> int:
-        """Bytes between staged keys: 8 of them lie in all banks, but for scaled ones, which replace decays."""
+        """Bytes between staged keys: 8 of them lie in all banks, with a record's weight between them, but for scaled
+        ones, which replace decays."""
         return self.d_state * self.key_size + (0 if self.channels else 16)
 
     @property
     def value_stride(self) -> int:
         """Bytes between the staged values of two records."""
-        return self.staged_values * self.staged_size
+        return self.staged_values * self.value_size
 
     @property
     def value_turns(self) -> int:
@@ -309,11 +310,6 @@ class Tile:
     def staged_vector_bytes(self) -> int:
         """From one staged probe of bfloat16 to the next: the accesses of neighbouring rows lie in other banks."""
         return self.d_state * 2 + 8 * self.read_vector
-
-    @property
-    def staged_size(self) -> int:
-        """Bytes of a staged value: float once it is weighted; where channels decay it stays as the ring has it."""
-        return self.value_size if self.channels else 4
 
     @property
     def products_in_rows(self) -> bool:

@@ -23,12 +23,13 @@ from cute_kernels.primitives.memory import (
     EVICT_LAST,
     load_matrices,
     load_shared,
+    load_shared_floats,
     load_words,
     store_shared,
     store_shared_if,
     store_words,
 )
-from cute_kernels.primitives.mma import Fragment, fragment, mma_bf16
+from cute_kernels.primitives.mma import Fragment, float_fragment, fragment, mma_bf16
 from cute_kernels.primitives.reduce import transposed_place, transposing_sum
 from cute_kernels.replay.channels import column_decays
 from cute_kernels.replay.noise import Noise
@@ -74,19 +75,14 @@ class FoldStatics:
         """Of a block in the checkpoint."""
         return ROW_BLOCK * self.tile.d_state * self.tile.state_size
 
-    @property
-    def weighted_dtype(self) -> str:
-        """Of the staged values."""
-        return self.value_dtype if self.tile.channels else "float32"
-
 
 @dataclass(frozen=True)
 class FoldStage:
     """Where the records of a fold lie in shared memory, and which part of the tile a thread folds.
 
     Keys are [record][K], float and scaled where channels decay by themselves; words of two have the order in which
-    `load_keys` loads them. Values are [record][row], groups of 8 rows turned by `tile.value_turns`: float and weighted,
-    or as the ring has them where keys are scaled. They are of all rows, or of one of `tile.value_parts` at a time.
+    `load_keys` loads them, with the record's weight behind them. Values are [record][row] as the ring has them, groups
+    of 8 rows turned by `tile.value_turns`. They are of all rows, or of one of `tile.value_parts` at a time.
 
     Args:
         keys, values: byte addresses in shared memory.
@@ -115,11 +111,14 @@ class FoldStage:
 def stage_record(
     stage: FoldStage, statics: FoldStatics, record: Any, lane8: Any, loaded: LoadedRecord, weight: Any
 ) -> None:
-    """Write one record, as the 8 lanes that share it have loaded it, with its values weighted, if it is one of the
-    padded window; where values are staged in parts, without them."""
+    """Write one record, as the 8 lanes that share it have loaded it, with its weight, if it is one of the padded window;
+    where values are staged in parts, without them."""
     tile = statics.tile
     kept = True if tile.whole_passes else Int32(record < tile.padded_window)
     where = stage.keys + record * tile.key_stride
+    if not tile.channels:
+        leads = Int32(lane8 == 0)
+        store_shared_if(leads if kept is True else leads * kept, where + weight_offset(tile), [weight.bitcast(Uint32)])
     for c, words in enumerate(loaded.key):
         vector = c * LANES_PER_RECORD + lane8
         if tile.key_size == 4:
@@ -130,11 +129,16 @@ def stage_record(
             for j, word in enumerate(words):  # a matrix of 8 columns after the other
                 _store(kept, where + place + j * 16, [word])
     if tile.value_parts == 1:
-        stage_values(stage, statics, record, lane8, loaded, weight, 0)
+        stage_values(stage, statics, record, lane8, loaded, 0)
+
+
+def weight_offset(tile: Tile) -> int:
+    """Where behind the beginning of a staged key its record's weight is."""
+    return tile.d_state * tile.key_size
 
 
 def stage_values(
-    stage: FoldStage, statics: FoldStatics, record: Any, lane8: Any, loaded: LoadedRecord, weight: Any, part: int
+    stage: FoldStage, statics: FoldStatics, record: Any, lane8: Any, loaded: LoadedRecord, part: int
 ) -> None:
     """Write the values of one of `tile.value_parts` likewise."""
     tile = statics.tile
@@ -145,11 +149,8 @@ def stage_values(
         inside: Any = True if (c + 1) * LANES_PER_RECORD <= tile.value_vectors else Int32(vector < tile.value_vectors)
         if not tile.whole_passes:
             inside = Int32(record < tile.padded_window) * Int32(inside)
-        if not tile.channels:
-            words = pack([x * weight for x in unpack(words, statics.value_dtype)], "float32")
         row = (vector * tile.value_vector) ^ (record % tile.value_turns * 8)
-        for first in range(0, len(words), 4):
-            _store(inside, where + row * tile.staged_size + first * 4, words[first : first + 4])
+        _store(inside, where + row * tile.value_size, words)
 
 
 def _store(predicate: Any, where: Any, words: list[Any]) -> None:
@@ -160,9 +161,14 @@ def _store(predicate: Any, where: Any, words: list[Any]) -> None:
 
 
 def load_rows(stage: FoldStage, statics: FoldStatics, first: Any, block: Any) -> list[tuple[Uint32, ...]]:
-    """The left side of a product: by term, values of 16 records from `first` on, of the 16 rows of a staged block."""
-    tile, dtype, size = statics.tile, statics.weighted_dtype, statics.tile.staged_size
-    found = []
+    """The left side of a product: by term, values of 16 records from `first` on, of the 16 rows of a staged block, times
+    their weights."""
+    tile, dtype, size = statics.tile, statics.value_dtype, statics.tile.value_size
+    found, weights = [], []
+    if not tile.channels:
+        where = stage.keys + (first + stage.column) * tile.key_stride + weight_offset(tile)
+        for record in OWN_RECORDS:
+            weights += load_shared_floats(where, 1, 4, offset=record * tile.key_stride)
     for half in (0, 1):
         row = ((block * 2 + half) ^ (stage.column % tile.value_turns)) * 8 + stage.row
         where = stage.values + (first + stage.column) * tile.value_stride + (row * size & -4)
@@ -170,7 +176,11 @@ def load_rows(stage: FoldStage, statics: FoldStatics, first: Any, block: Any) ->
         if size == 2:  # a word has two rows
             chosen = Uint32(0x5410) + Uint32(stage.row % 2) * Uint32(0x2222)
             words = [bytes_of(words[i], words[i + 1], chosen) for i in (0, 2)]
-        found += fragment(words, dtype, EXACT_TERMS[dtype])
+        if weights:
+            values = [x * weight for x, weight in zip(unpack(words, dtype), weights, strict=True)]
+            found += float_fragment(values, EXACT_TERMS["float32"])
+        else:
+            found += fragment(words, dtype, EXACT_TERMS[dtype])
     return [(a0, a1, a2, a3) for (a0, a2), (a1, a3) in zip(*found, strict=True)]
 
 
