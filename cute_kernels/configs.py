@@ -30,8 +30,10 @@ class StepConfig:
         heads: of one key head that a CTA works on, each with `warps` of its own, where a copy is read: they score the
             records together. With tcgen05 `warps` decides.
         precision: of the products of several tokens, on tensor cores: a float32 factor becomes the sum of 3 bfloat16
-            terms ("fp32", all of its 24 bits), of 2 ("tf32", 16 bits, more than TF32 has) or 1 ("bf16", 8 bits).
-            Sums are float32, and a 16-bit factor is never rounded. One token's, without a copy, are float32.
+            terms ("fp32", all of its 24 bits), of 2 ("tf32", 16 bits) or 1 ("bf16", 8 bits). With several tokens of
+            bfloat16 "tf32" means TF32 for a float32 state, and for keys where channels decay by themselves: 11 bits,
+            where outputs have 8 (`DraftShape.tf32`). Sums are float32, and a 16-bit factor is never rounded. One
+            token's, without a copy, are float32.
         readout: what multiplies the state by several tokens' probes: "mma", registers of all warps; "tcgen05",
             tensor memory (`operands.OperandShape` says what precision means there); "tcgen05_f16" likewise, with NVFP4
             codes made bfloat16 on their way there instead of multiplied as they are.
@@ -139,6 +141,16 @@ class StepKey:
     def tensor(self) -> bool:
         """Whether tcgen05 multiplies the state by probes."""
         return self.config.readout != "mma"
+
+    @property
+    def direct(self) -> bool:
+        """Whether lanes load the state from where it lies, and not from a copy in shared memory.
+
+        So they do where channels decay by themselves and there are several tokens: with tiles of 64 KiB beside what such
+        a step stages a multiprocessor has room for two CTAs, without them for four (GLM-5.3-Flash, batch 256, 4 and 8
+        tokens: 392 -> 339 us and 449 -> 410; H200, 2026-11-30).
+        """
+        return isinstance(self.options, KdaOptions) and self.drafts and self.read_dtype is None and not self.tensor
 
     @property
     def heads_together(self) -> int:
@@ -310,6 +322,11 @@ class Tile:
     def staged_vector_bytes(self) -> int:
         """From one staged probe of bfloat16 to the next: the accesses of neighbouring rows lie in other banks."""
         return self.d_state * 2 + 8 * self.read_vector
+
+    @property
+    def staged_tf32_bytes(self) -> int:
+        """The same of TF32."""
+        return self.d_state * 4 + 16
 
     @property
     def products_in_rows(self) -> bool:

@@ -17,6 +17,9 @@ class DraftShape:
     whole 16s, then the tokens.
 
     Args:
+        tf32: whether floats meet as TF32 where they are many, those of a float32 state and keys of decaying channels,
+            which outputs and records of bfloat16 do not show: to split them into terms took a third of a step's
+            instructions.
         scale_bytes: of the scales of blocks that are copied to shared memory behind the tiles of several heads, where
             these are whole atoms (Super, NVFP4, one token: 89 registers instead of 104); else 0, and lanes load them.
     """
@@ -30,6 +33,7 @@ class DraftShape:
     heads: int
     copies: bool
     tensor: bool
+    tf32: bool
     scale_bytes: int
 
     @classmethod
@@ -48,6 +52,7 @@ class DraftShape:
             heads=key.heads_together,
             copies=key.read_dtype is not None,
             tensor=key.tensor,
+            tf32=config.precision == "tf32" and key.activation_dtype == "bfloat16" and key.num_tokens > 1,
             scale_bytes=scale_bytes,
         )
 
@@ -104,11 +109,17 @@ class DraftShape:
         tables = self.probes * self.warps if self.channels else self.token_blocks
         return -(-tables * self.tokens * self.tokens * 4 // 16) * 16
 
+    def state_tf32(self, tile: Tile) -> bool:
+        """Whether the state is multiplied as TF32."""
+        return self.tf32 and tile.read_bits == 32
+
     def vectors_bytes(self, tile: Tile) -> int:
         """Shared memory of the probes as the state meets them, where channels decay by themselves: [term][probe][K];
         none where they are an operand of tcgen05."""
-        vectors = self.probe_blocks * self.block_vectors
-        return self.terms * vectors * tile.staged_vector_bytes if self.channels and not self.tensor else 0
+        if not self.channels or self.tensor:
+            return 0
+        size = tile.staged_tf32_bytes if self.state_tf32(tile) else self.terms * tile.staged_vector_bytes
+        return self.probe_blocks * self.block_vectors * size
 
     @property
     def folds_over_tiles(self) -> bool:

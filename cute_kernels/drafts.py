@@ -142,7 +142,8 @@ class Cta:
         if self.operands:
             return self.operands
         base = self.scores.base + self.shape.scores_bytes + self.shape.between_bytes
-        return StagedVectors(base, self.tile, self.shape.probe_blocks, self.shape.block_vectors, self.place.lane)
+        shape, lane = self.shape, self.place.lane
+        return StagedVectors(base, self.tile, shape.probe_blocks, shape.block_vectors, lane, shape.state_tf32(self.tile))
 
     @property
     def probe_tokens(self) -> list[Any]:

@@ -17,8 +17,10 @@ MULTIPROCESSOR_REGISTERS, HELD_REGISTERS, LONE_REGISTERS = 65536, 128, 160  # th
 SCHEDULERS = 4  # of a multiprocessor
 DRAWING_REGISTERS = 64  # likewise, of a step that rounds stochastically
 CHANNEL_CTAS, LONG_CHANNEL_CTAS = 4, 2  # of a recurrence whose channels decay by themselves; with more than 16 records
-CHANNEL_DRAFT_CTAS = LONG_KEY_CTAS = 3  # likewise, of several tokens, and of keys of more than 128
-FEW_CTAS = 264  # 2 on each of an H200's multiprocessors
+CHANNEL_DRAFT_CTAS, LONG_CHANNEL_DRAFT_CTAS, LONG_KEY_CTAS = 4, 3, 3  # likewise, of several tokens; of long keys
+FEW_CTAS, MANY_CTAS = 264, 1584  # 2 and 12 on each of an H200's multiprocessors
+# Of heads that share a CTA, by bits of the copy and by one or several tokens: how many, and registers of a thread.
+SHARED_HEADS = {(4, True): (4, 80), (4, False): (4, 96), (8, True): (2, 128)}
 
 
 def smem_bytes(key: StepKey) -> int:
@@ -28,7 +30,8 @@ def smem_bytes(key: StepKey) -> int:
         return tile.smem_bytes
     if shape.tensor:
         return OperandShape.of(key).bytes + shape.staging_bytes(tile) + 16
-    return shape.heads * tile.bytes + shape.scale_bytes + shape.staging_bytes(tile) + 16
+    tiles = 0 if key.direct else shape.heads * tile.bytes
+    return tiles + shape.scale_bytes + shape.staging_bytes(tile) + 16
 
 
 def room(key: StepKey) -> int:
@@ -82,15 +85,28 @@ def invalid_reason(key: StepKey, arch: Arch) -> str | None:
 
 
 def held_registers(key: StepKey) -> int | None:
-    """The registers that a thread of a step that reads a copy is held to, or None: see `heuristic_config`."""
+    """The registers that a thread of a step on tensor cores is held to, or None: see `heuristic_config`."""
     tile, floats = Tile.of(key), "float32" in (key.activation_dtype, key.record_dtype)
-    if key.read_dtype is not None and tile.channels:
+    if key.read_dtype is None:
+        return HELD_REGISTERS if key.probes == 1 and tile.read_bits == 16 and not floats else None
+    if tile.channels:
         kimi = tile.rows == 128 and key.d_state <= 128 and not floats
-        short = key.num_tokens <= 4 and key.window <= ROW_BLOCK
-        return {4: LONE_REGISTERS, 16: HELD_REGISTERS}.get(tile.read_bits) if kimi and short else None
+        short = key.num_tokens <= (1 if tile.read_bits == 8 else 4) and key.window <= ROW_BLOCK
+        return {16: HELD_REGISTERS}.get(tile.read_bits, LONE_REGISTERS) if kimi and short else None
     if key.read_dtype == "nvfp4" and (key.probes == 1) == (key.num_tokens > 1):
         return HELD_REGISTERS if key.probes == 1 else LONE_REGISTERS
     return None
+
+
+def sharing_heads(key: StepKey, batch: int, arch: Arch) -> StepKey | None:
+    """The same with several heads a CTA, or None where that does not pay: see `heuristic_config`."""
+    heads, registers = SHARED_HEADS.get((Tile.of(key).read_bits, key.num_tokens == 1), (1, 0))
+    if key.read_dtype is None or key.probes > 1 or key.window > ROW_BLOCK or heads == 1 or key.config.warps > 1:
+        return None
+    candidate = replace(key, config=replace(key.config, heads=heads, fold_values=16))
+    if invalid_reason(candidate, arch) or batch * candidate.row_ctas < MANY_CTAS:
+        return None
+    return replace(candidate, config=replace(candidate.config, ctas=room_within(candidate, registers)))
 
 
 def on_tensor_memory(key: StepKey, batch: int, arch: Arch) -> StepKey | None:
@@ -126,15 +142,16 @@ def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
     faster only as long as no row folds (GDN 122B: 85 us with 2 warps, 76 with 1, but 135 with 2 where 1 row in 16
     folds, more with 1). Products are as precise as what is made of them: 16 bits for outputs and records of 16 bits.
 
-    A CTA takes one head. With an NVFP4 copy scoring the records is as much work as a head, and 4 that share a CTA are
-    predicted to be faster (Super, batch 256, sm_90a: 70.5 -> 66.0 us, of 8 tokens 93 -> 90), but have not been timed.
+    A CTA takes one head, but of Mamba-2 with small copies several where there are many: they score the records once, and
+    a fold of 16 values at a time leaves registers for more of them (Super, batch 256, NVFP4, with 1 row in 16 folding
+    125 -> 114 us, of 8 tokens 155 -> 147, FP8 133 -> 128; at batch 32 17 -> 27).
 
     The compiler is told how many CTAs to leave room for where the registers that this allows made a step faster: with
-    decays by channel one token of a 16-bit state (GLM-5.3-Flash: 184 -> 170 us) and up to 8 of a float32 state, though
-    there is room for 2 (8: 475 -> 454), both at windows of up to 16, since longer ones would spill; and several tokens
-    with an NVFP4 copy (Super: 100 -> 95). Left alone it spills to fit a CTA more with one token of Gated
-    DeltaNet and such a copy. Of Kimi Delta Attention with copies of 4 and 16 bits and up to 4 tokens it is predicted
-    (GLM-5.3-Flash, NVFP4, one token: 164 -> 140 us, 4 tokens 224 -> 213; bfloat16 203 -> 193 and 252 -> 239).
+    decays by channel one token of a 16-bit state (GLM-5.3-Flash: 184 -> 170 us) and up to 8 of any state that no copy
+    stands for (`StepKey.direct`), fewer at windows beyond 16, which would spill; several tokens of Mamba-2 with a
+    16-bit state (Super: 167 -> 164) or an NVFP4 copy (100 -> 95); and Kimi Delta Attention with copies (GLM-5.3-Flash,
+    NVFP4, one token: 199 -> 168 us, 4 tokens 274 -> 269; FP8 173 -> 159, but 4 tokens 238 -> 254). Left alone it spills
+    to fit a CTA more with one token of Gated DeltaNet and an NVFP4 copy.
 
     Stochastic rounding takes a 16-bit step of Mamba-2 from 62 to 66 registers, which leave room for a CTA fewer. Told
     to leave room for 8, the compiler keeps to 64, without spills (sm_90a, compiled 2026-11-30, not timed).
@@ -143,14 +160,15 @@ def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
     (docs/blackwell.md).
 
     A fold takes 32 values at a time: with 16 it splits weighted values into terms twice as often (Super, 8 tokens, in
-    bfloat16, batch 256: 387 -> 377 us), with 64 a 16-bit state has fewer CTAs. One token of Mamba-2 and a 16-bit state
-    take 16, which leave registers for a CTA more (Super: 8 instead of 7; non-flush 132.4 and 135.8 us, in another run
-    132.3 and 132.8, with folds of 318 and 305), and so do rows of 256 and keys of float32.
+    bfloat16, batch 256: 387 -> 377 us), with 64 a 16-bit state has fewer CTAs. Several tokens of a float32 state take
+    64 (Super, 8 tokens, 28 records: 728 -> 703 us), rows of 256 and keys of float32 16.
     """
-    precision: Precision = "fp32" if "float32" in (key.activation_dtype, key.record_dtype) else "tf32"
+    floats = "float32" in (key.activation_dtype, key.record_dtype)
+    precision: Precision = "fp32" if floats else "tf32"
     channels, nvfp4 = isinstance(key.options, KdaOptions), key.read_dtype == "nvfp4"
-    lone = key.probes == 1 and not key.drafts and key.checkpoint_dtype != "float32"
-    fold_values = 16 if key.d_state * (2 if lone else 1) > 128 or key.activation_dtype == "float32" else 32
+    fold_values = 16 if key.d_state > 128 or key.activation_dtype == "float32" else 32
+    if key.drafts and not channels and key.read_dtype is None and key.checkpoint_dtype == "float32":
+        fold_values *= 2
     for split in (1, 2, 4, 5, 8):
         candidate = replace(key, config=StepConfig(split, fold_values=fold_values, precision=precision))
         tile = Tile.of(candidate)
@@ -171,16 +189,19 @@ def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
             ctas = 1 if held is None else room_within(candidate, held)
             alike = 1 if channels else max(1, SCHEDULERS // tile.warps)  # each has registers of its own
             ctas = max(1, ctas // alike * alike)
-            if channels and key.read_dtype is None and tile.read_bits == 32 and key.num_tokens <= 8:
-                ctas = CHANNEL_DRAFT_CTAS if room(candidate) > 1 and key.window <= ROW_BLOCK else 1
+            if candidate.direct and key.num_tokens <= 8 and key.d_state <= 128 and not floats:
+                most = CHANNEL_DRAFT_CTAS if key.window <= ROW_BLOCK else LONG_CHANNEL_DRAFT_CTAS
+                ctas = min(most, room(candidate))
             ctas = 1 if candidate.tensor else ctas
+            if shared := sharing_heads(candidate, batch, arch):
+                return shared.config
         elif key.rounding == "stochastic" and key.probes == 1:
             ctas = room_within(candidate, DRAWING_REGISTERS)
         else:
             most = CHANNEL_CTAS if key.window <= ROW_BLOCK else LONG_CHANNEL_CTAS
             if key.d_state > 128:
                 most = min(most, LONG_KEY_CTAS)
-            elif "float32" in (key.activation_dtype, key.record_dtype):
+            elif floats:
                 most = 1
             ctas = most if channels and room(candidate) >= most else 1
         return replace(candidate.config, ctas=ctas)

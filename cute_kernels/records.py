@@ -355,7 +355,7 @@ def stage_fold(
         state_dtype=key.checkpoint_dtype,
         key_dtype="float32" if tile.channels else key.activation_dtype,
         value_dtype=key.record_dtype,
-        staged=key.read_dtype is None and not key.tensor,
+        staged=key.read_dtype is None and not key.tensor and not key.direct,
         parts=1 if key.read_dtype is None else FoldStatics.copy_parts(tile),
     )
     stage = FoldStage.of(tile, shared.state, shared.staging, place)

@@ -76,7 +76,7 @@ class Scoring:
         vectors = cta.vectors(keys, [select(r < shape.window_columns, r, Int32(0)) for r in rows])
 
         def raw(probes: Any, pair: list[int], step: int) -> list[Float32]:
-            return score_block(probes, pair, vectors, step, cta.terms, zero)
+            return score_block(probes, pair, vectors, step, cta.terms, zero, tf32=shape.tf32 and shape.channels)
 
         def of_window(step: int) -> None:
             # Few warps score the window: where channels decay, so many registers are better spent otherwise.

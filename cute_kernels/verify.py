@@ -4,7 +4,7 @@ A CTA works on `Tile.rows` rows of one head of one row of the batch:
 
 1. start the loads that need neither slot nor cursor: gates, queries and keys, the tokens' values;
 2. load slot and cursor, start the bulk copy of its tile of the checkpoint, or of the codes of the read copy, then the
-   loads of the window's records;
+   loads of the window's records (`StepKey.direct`: no tile is copied, lanes load it in 4);
 3. score the records with the tokens, each warp some of them, and append the tokens' keys and decays;
 4. after a barrier each warp multiplies its rows of the tile by all probes at once, adds the window's part, and, under a
    delta rule, solves for the tokens' records; it writes outputs and appends values;
@@ -150,7 +150,7 @@ def read_rows(
     if shape.tensor:
         found = products.sums(cta, cursor, factors)
     else:
-        found = state_rows(cta, loads).products(probes)
+        found = state_rows(cta, cursor, loads).products(probes)
         for readouts in found:
             for b, of_block in enumerate(readouts):
                 readouts[b] = [x * factors[b][j % 2] for j, x in enumerate(of_block)]
@@ -191,12 +191,13 @@ def first_scales(cta: Cta, cursor: RowCursor) -> Int64:
     return CopyPlaces.of(cta.tensors.pool.copy, cursor.slot).scale + Int64(scale_at(CopyShape.of(cta.key), first, 0))
 
 
-def state_rows(cta: Cta, loads: WindowLoads) -> StateRows:
+def state_rows(cta: Cta, cursor: RowCursor, loads: WindowLoads) -> StateRows:
     """This lane's rows of the tile."""
-    dtype, scales = cta.key.read_dtype or cta.key.checkpoint_dtype, loads.scales
+    dtype, scales, direct = cta.key.read_dtype or cta.key.checkpoint_dtype, loads.scales, cta.key.direct
     if cta.shape.scale_bytes and scales is not None:
         scales = staged_blocks(cta, scales)
-    return StateRows(dtype, cta.tile, cta.memory.state, cta.channels.pairs, scales, cta.place.lane)
+    state = cta.source(cursor.slot) if direct else cta.memory.state
+    return StateRows(dtype, cta.tile, state, cta.channels.pairs, scales, cta.place.lane, direct)
 
 
 def over_window(
@@ -259,7 +260,7 @@ def read_lone(
 ) -> None:
     """`read_head` of one token: its scores are not weighed yet, and what lanes have of sums is added last."""
     policy, key, decays = cta.policy, cta.key, draft.decays
-    products = state_rows(cta, loads).lone_products(probes)
+    products = state_rows(cta, cursor, loads).lone_products(probes)
     window = lone_window(cta, cursor, loads, decays.records.weights)
     own_score = load_shared_floats(cta.scores.base + cta.shape.window_columns * 4, 1, 4)[0]
     answers = []
@@ -347,7 +348,7 @@ def state_probes(cta: Cta, probes: list[list[list[Uint32]]]) -> StateProbes:
     """What `load_probes` loaded, or where channels decay what is staged of it, as registers meet the state."""
     vectors: Any = cta.staged if cta.shape.channels else cta.probes(probes)
     dtype = cta.key.read_dtype or cta.key.checkpoint_dtype
-    return StateProbes(vectors, dtype, cta.terms, cta.shape.lone)
+    return StateProbes(vectors, dtype, cta.terms, cta.shape.lone, cta.shape.state_tf32(cta.tile))
 
 
 def fold_head(cta: Cta, cursor: RowCursor, decays: LaneDecays, memory: TileMemory) -> None:
@@ -375,7 +376,7 @@ def verify_kernel(tensors: StepTensors, total: Int32, pad_slot: Int32, key: cutl
     place = Place.of(key, Int32(0) if key.rows.has_cu_seqlens else row)
     thread, head = place.thread, place.head
     heads = shape.heads
-    tiles_bytes = heads * tile.bytes
+    tiles_bytes = 0 if key.direct else heads * tile.bytes
     copied, alignment = (OperandShape.of(key).bytes, 1024) if shape.tensor else (tiles_bytes + shape.scale_bytes, 128)
     shared = TileMemory.in_one(copied, shape.staging_bytes(tile), alignment)
     if cutlass.const_expr(key.rows.pdl):
@@ -421,7 +422,7 @@ def verify_kernel(tensors: StepTensors, total: Int32, pad_slot: Int32, key: cutl
         policy = select(cursor.folds, Int64(EVICT_NORMAL), Int64(EVICT_FIRST))
         if cutlass.const_expr(shape.tensor):
             rows = products.start(cta, cursor, cta.source(cursor.slot), policy)
-        else:
+        elif cutlass.const_expr(not key.direct):
             source, first = cta.source(cursor.slot), cute.arch.thread_idx()[0]
             bulk_load(first, shared.state, source, shared.arrival, policy, tiles_bytes)
             if cutlass.const_expr(shape.scale_bytes > 0):
@@ -459,7 +460,8 @@ def verify_kernel(tensors: StepTensors, total: Int32, pad_slot: Int32, key: cutl
         if cutlass.const_expr(shape.keeps_raw):
             scoring.weigh(draft)
             cta.sync()
-        bulk_wait(shared.arrival)
+        if cutlass.const_expr(not key.direct):
+            bulk_wait(shared.arrival)
         read_head(cta, cursor, early, loads, draft, state_probes(cta, probes))
         if cutlass.const_expr(shape.tensor):
             folding = products.finish(cta)

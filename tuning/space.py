@@ -30,6 +30,7 @@ WARPS = (1, 2, 4, 8)
 HEADS = (1, 2, 4, 8)
 # Registers of a thread: with fewer every step kernel spills, of one token and of several; more none has taken.
 FEWEST_REGISTERS, FEWEST_REGISTERS_OF_DRAFTS, MOST_REGISTERS = 56, 80, 224
+REGISTERS_OF_SHARED_HEADS = (FEWEST_REGISTERS_OF_DRAFTS, 96, HELD_REGISTERS)
 
 
 @dataclass(frozen=True)
@@ -103,12 +104,12 @@ def candidates(shape: Shape, batch: int, arch: Arch) -> tuple[Candidate, ...]:
 
 
 def _filling(key: StepKey) -> Iterator[StepKey]:
-    """The same with no more registers than leave room for all CTAs that fit otherwise, but where a copy is read, whose
-    tiles are small, for some that drafts take: as few as any does where heads share a CTA, more with two probes."""
+    """The same with no more registers than leave room for all CTAs that fit otherwise, but where a copy is read, or the
+    state from where it lies, for some that drafts take: tiles in shared memory are small then, or none."""
     found = [room(key)]
-    if key.read_dtype is not None:
-        held = (FEWEST_REGISTERS_OF_DRAFTS if key.config.heads > 1 else HELD_REGISTERS, LONE_REGISTERS)
-        found = [room_within(key, registers) for registers in held[: key.probes]]
+    if key.read_dtype is not None or key.direct:
+        held = REGISTERS_OF_SHARED_HEADS if key.config.heads > 1 else (HELD_REGISTERS, LONE_REGISTERS)[: key.probes]
+        found = [room_within(key, registers) for registers in held]
     for ctas in found:
         yield replace(key, config=replace(key.config, ctas=ctas))
 
@@ -158,8 +159,8 @@ def prune_wasteful(rows: int, multiprocessors: int) -> Prune:
       2026-11-30).
     * More CTAs a head where fewer give every multiprocessor one: each repeats the work on the window (at batch 1 to 8
       equal or up to 26 % slower, 2026-11-29), unless their tiles are too large for two of them on a multiprocessor.
-    * Several heads a CTA where that leaves a multiprocessor without one, or with another fold than the first has, which
-      heads do not touch.
+    * Several heads a CTA where that leaves a multiprocessor without one, or with a fold of more values than 16 at a
+      time, which takes the registers that let more of them run.
     * A share of the registers that no kernel exceeds, which changes nothing, or that every one does, which spills.
 
     The first candidate is kept. `replayssm tune --no-prune` tries everything.
@@ -183,7 +184,7 @@ def prune_wasteful(rows: int, multiprocessors: int) -> Prune:
         if any(split < key.config.split and enough(key, split) for split in splits):
             return True
         several = key.config.heads > 1
-        if several and (rows * key.row_ctas < multiprocessors or tile.fold_span != Tile.of(first.key).fold_span):
+        if several and (rows * key.row_ctas < multiprocessors or key.config.fold_values != ROW_BLOCK):
             return True
         share = MULTIPROCESSOR_REGISTERS // (key.threads * key.config.ctas)
         fewest = FEWEST_REGISTERS_OF_DRAFTS if key.drafts else FEWEST_REGISTERS

@@ -1,12 +1,14 @@
-"""Products on tensor cores: mma.sync m16n8k16 of bfloat16 with float32 sums, and floats as sums of bfloat16 terms.
+"""Products on tensor cores with float32 sums: mma.sync m16n8k16 of bfloat16, floats being sums of such terms, and
+m16n8k8 of TF32, floats being cut to 11 bits.
 
-A fragment is a lane's share of eight vectors along K, a list of (word, word) for each 16 of K and, within it, for each
-term: lane 4 g + t has vector g, and of every 16 elements those that it loaded together. Which elements those are does
-not matter to a product as long as both of its sides agree.
+A fragment is a lane's share of eight vectors along K, a list of (word, word) for each 16 of K, of TF32 for each 8, and,
+within it, for each term: lane 4 g + t has vector g, and of every 16 or 8 elements those that it loaded together. Which
+elements those are does not matter to a product as long as both of its sides agree.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import cutlass.cute as cute
@@ -16,6 +18,7 @@ from cute_kernels.primitives.convert import pack, unpack
 
 ptx = cute.arch.inline_ptx
 Fragment = list[list[tuple[Uint32, Uint32]]]
+Product = Callable[[list[Any], tuple[Any, ...], tuple[Any, ...]], list[Float32]]
 HIGH = 0xFFFF0000
 
 
@@ -23,6 +26,15 @@ def mma_bf16(sums: list[Any], a: tuple[Any, ...], b: tuple[Any, ...]) -> list[Fl
     """`sums` + A B: 16 x 8 of 16 products each."""
     text = (
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{$w0},{$w1},{$w2},{$w3}}, "
+        "{{$r0},{$r1},{$r2},{$r3}}, {{$r4},{$r5}}, {{$r6},{$r7},{$r8},{$r9}};"
+    )
+    return list(ptx(text, write_only_types=[Float32] * 4, read_only_args=[*a, *b, *sums]))
+
+
+def mma_tf32(sums: list[Any], a: tuple[Any, ...], b: tuple[Any, ...]) -> list[Float32]:
+    """`sums` + A B: 16 x 8 of 8 products each."""
+    text = (
+        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {{$w0},{$w1},{$w2},{$w3}}, "
         "{{$r0},{$r1},{$r2},{$r3}}, {{$r4},{$r5}}, {{$r6},{$r7},{$r8},{$r9}};"
     )
     return list(ptx(text, write_only_types=[Float32] * 4, read_only_args=[*a, *b, *sums]))
@@ -63,7 +75,26 @@ def float_fragment(values: list[Any], terms: int) -> Fragment:
     return made
 
 
-def multiply(sums: list[Any], upper: Fragment, lower: Fragment | None, right: Fragment, terms: int) -> list[Any]:
+def tf32_words(values: list[Any]) -> list[Uint32]:
+    """Floats as a product of TF32 takes them, which drops their last 13 bits: a third of the last bit that it keeps is
+    added, or up to two thirds, so that they are cut as often up as down, by two thirds at most, and what TF32 holds
+    stays as it is. A conversion that rounds takes an instruction twice as long, and another that moves its result."""
+    return [(x * Float32(1 + 2.0**-10 / 3)).bitcast(Uint32) for x in values]
+
+
+def tf32_fragment(words: list[Any]) -> Fragment:
+    """The fragment of TF32 words, two for each 8 of K."""
+    return [[(words[i], words[i + 1])] for i in range(0, len(words), 2)]
+
+
+def multiply(
+    sums: list[Any],
+    upper: Fragment,
+    lower: Fragment | None,
+    right: Fragment,
+    terms: int,
+    product: Product = mma_bf16,
+) -> list[Any]:
     """`sums` + A B^T, where A is the eight vectors of `upper` above those of `lower`, or zeros, and B those of `right`.
 
     Products of terms whose places add up to `terms` or more are below the others' rounding and left out. The rest are
@@ -78,7 +109,7 @@ def multiply(sums: list[Any], upper: Fragment, lower: Fragment | None, right: Fr
             a1, a3 = (Uint32(0), Uint32(0)) if lower is None else lower[k][i]
             for j, column in enumerate(columns[: max(0, terms - i)]):
                 if i + j == 0:
-                    sums = mma_bf16(sums, (a0, a1, a2, a3), column)
+                    sums = product(sums, (a0, a1, a2, a3), column)
                 else:
-                    small, has_small = mma_bf16(small, (a0, a1, a2, a3), column), True
+                    small, has_small = product(small, (a0, a1, a2, a3), column), True
     return [x + y for x, y in zip(sums, small, strict=True)] if has_small else sums

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from cutlass import Float32, Int32, Uint32
+from cutlass import Float32, Int32, Int64, Uint32
 
 from cute_kernels.configs import WARP, Tile
 from cute_kernels.draft_shape import DraftShape
@@ -24,11 +24,23 @@ from cute_kernels.primitives.convert import unpack
 from cute_kernels.primitives.memory import (
     load_shared_floats,
     load_shared_words,
+    load_words,
     store_shared,
     store_shared_half_if,
     store_shared_if,
 )
-from cute_kernels.primitives.mma import Fragment, bf16_terms, float_fragment, fragment, multiply
+from cute_kernels.primitives.mma import (
+    Fragment,
+    Product,
+    bf16_terms,
+    float_fragment,
+    fragment,
+    mma_bf16,
+    mma_tf32,
+    multiply,
+    tf32_fragment,
+    tf32_words,
+)
 from cute_kernels.primitives.reduce import broadcast, transposed_place, transposing_sum
 from cute_kernels.replay.codes import (
     PROBE_SCALE,
@@ -96,25 +108,38 @@ class Vectors:
     def chunks(self) -> int:
         return self.tile.d_state // (4 * self.tile.read_vector)
 
+    def chunk_words(self, block: int, chunk: int) -> list[Uint32]:
+        """The packed words of one chunk of a block."""
+        size = len(self.words[block]) // self.chunks
+        return self.words[block][chunk * size : (chunk + 1) * size]
+
+    def chunk_floats(self, block: int, chunk: int) -> list[Float32]:
+        """One chunk of a block, with its decays."""
+        values = unpack(self.chunk_words(block, chunk), self.dtype)
+        if not self.tile.channels:
+            return values
+        decays = chunk_floats(self.tile, self.decays, self.decay_rows[block], chunk, self.lane)
+        return [x * y for x, y in zip(values, decays, strict=True)]
+
+    def tf32_fragment(self, block: int, chunk: int) -> Fragment:
+        """One chunk of a block; TF32 holds 16 bits as they are."""
+        values = self.chunk_floats(block, chunk)
+        return tf32_fragment(tf32_words(values) if self.tile.channels else [x.bitcast(Uint32) for x in values])
+
     def fragment(self, block: int, chunk: int, terms: int, bits: int = 16, *, scaled: bool = False) -> Fragment:
         """One chunk of a block, in the order of a state of so many bits an element, times `PROBE_SCALE` if asked."""
-        size = len(self.words[block]) // self.chunks
-        words = self.words[block][chunk * size : (chunk + 1) * size]
-        if not self.tile.channels:
-            if self.dtype == "bfloat16":
-                pairs = ordered_pairs(words, bits)
-                pairs = [times_constant(x, TWO_40) for x in pairs] if scaled else pairs
-                return fragment(pairs, self.dtype, terms)
-            values = ordered(unpack(words, self.dtype), bits)
-            return float_fragment([x * Float32(PROBE_SCALE) for x in values] if scaled else values, terms)
-        decays = chunk_floats(self.tile, self.decays, self.decay_rows[block], chunk, self.lane)
-        values = [x * y for x, y in zip(unpack(words, self.dtype), decays, strict=True)]
-        return float_fragment(ordered(values, bits), terms)
+        if self.dtype == "bfloat16" and not self.tile.channels:
+            pairs = ordered_pairs(self.chunk_words(block, chunk), bits)
+            pairs = [times_constant(x, TWO_40) for x in pairs] if scaled else pairs
+            return fragment(pairs, self.dtype, terms)
+        values = ordered(self.chunk_floats(block, chunk), bits)
+        return float_fragment([x * Float32(PROBE_SCALE) for x in values] if scaled else values, terms)
 
 
 @dataclass(frozen=True)
 class StagedVectors:
-    """Blocks of queries and keys in shared memory, bfloat16 [term][vector][K], as they meet the state.
+    """Blocks of queries and keys in shared memory, bfloat16 [term][vector][K] or TF32 [vector][K], as they meet the
+    state.
 
     Args:
         base: shared address.
@@ -126,14 +151,26 @@ class StagedVectors:
     blocks: int
     of_block: int
     lane: Int32
+    tf32: bool
 
     def store(self, vector: int, channel: Any, inside: Any, pair: list[Any], apart: int, terms: int) -> None:
         """One channel of two vectors, `apart` vectors from each other."""
+        if self.tf32:
+            for i, word in enumerate(tf32_words(pair)):
+                row = vector + i * apart
+                store_shared_if(inside, self.base + row * self.tile.staged_tf32_bytes + channel * 4, [word])
+            return
         for term, word in enumerate(bf16_terms(pair[0], pair[1], terms)):
             row = term * self.blocks * self.of_block + vector
             where = self.base + row * self.tile.staged_vector_bytes + ordered_place(channel, self.tile.read_bits) * 2
             store_shared_half_if(inside, where, word)
             store_shared_half_if(inside, where + apart * self.tile.staged_vector_bytes, word >> 16)
+
+    def tf32_fragment(self, block: int, chunk: int) -> Fragment:
+        """One chunk of a block."""
+        vector = self.tile.read_vector
+        where = self.base + (block * 8 + self.lane // 4) * self.tile.staged_tf32_bytes + self.lane % 4 * (vector * 4)
+        return tf32_fragment(load_shared_words(where, vector, 16, offset=chunk * 16 * vector))
 
     def fragment(self, block: int, chunk: int, terms: int, bits: int, *, scaled: bool) -> Fragment:
         """One chunk of a block, as `Vectors.fragment`; they are stored in the state's order and scaled."""
@@ -146,43 +183,61 @@ class StagedVectors:
         return [[(of_term[i], of_term[i + 1]) for of_term in words] for i in range(0, vector // 2, 2)]
 
 
-def score_block(probes: Vectors, blocks: list[int], keys: Vectors, block: int, terms: int, zero: Any) -> list[Float32]:
-    """Products of one or two blocks of probes with a block of keys, as `multiply` returns them."""
+def score_block(
+    probes: Vectors, blocks: list[int], keys: Vectors, block: int, terms: int, zero: Any, *, tf32: bool
+) -> list[Float32]:
+    """Products of one or two blocks of probes with a block of keys, as `multiply` returns them; as TF32 if asked."""
     raw = [zero] * 4
     # Two terms are all of a float16, so no product of theirs is left out.
     kept = max(terms, 3) if probes.dtype == "float16" and not probes.tile.channels else terms
     for c in range(probes.chunks):
-        left = [probes.fragment(b, c, terms) for b in blocks]
-        raw = multiply(raw, left[0], left[1] if len(left) == 2 else None, keys.fragment(block, c, terms), kept)
+        if tf32:
+            upper, *lower = (probes.tf32_fragment(b, c) for b in blocks)
+            right = keys.tf32_fragment(block, c)
+        else:
+            upper, *lower = (probes.fragment(b, c, terms) for b in blocks)
+            right = keys.fragment(block, c, terms)
+        raw = multiply(raw, upper, *(lower or [None]), right, kept, mma_tf32 if tf32 else mma_bf16)
     return raw
 
 
 @dataclass(frozen=True)
 class StateRows:
-    """The rows of a tile in shared memory that a lane multiplies, and what their codes are times.
+    """The rows of a tile that a lane multiplies, and what their codes are times.
 
     Args:
         dtype: of the tile, a checkpoint's or a copy's.
-        state: shared address of the tile.
+        state: shared address of the tile, or where `direct` its global one.
         pairs: for each product of 16 rows, this lane's first of two, as (row, rows ahead of it).
         scales: of a copy whose codes have any.
     """
 
     dtype: str
     tile: Tile
-    state: Int32
+    state: Any
     pairs: list[tuple[Any, int]]
     scales: CodeScales | None
     lane: Int32
+    direct: bool = False
 
-    def fragments(self, pair: int, chunk: int, terms: int, *, scaled: bool = True) -> list[Fragment]:
+    def load(self, offset: Any, size: int, skip: int) -> list[Uint32]:
+        """The words of so many bytes of the tile, `skip` behind `offset`."""
+        if not self.direct:
+            return load_shared_words(self.state + offset, size // 4, 16, offset=skip)
+        return [w for i in range(0, size, 16) for w in load_words(self.state + Int64(offset), 4, offset=skip + i)]
+
+    def fragments(
+        self, pair: int, chunk: int, terms: int, *, scaled: bool = True, tf32: bool = False
+    ) -> list[Fragment]:
         """Both rows of a pair, one chunk of K; codes of nvfp4 times the scales of their blocks if asked."""
         row_bytes, access = (n * self.tile.read_bits // 8 for n in (self.tile.d_state, self.tile.read_vector))
         row, ahead = self.pairs[pair]
-        base, made = self.state + row * row_bytes + self.lane % 4 * access, []
+        first, made = row * row_bytes + self.lane % 4 * access, []
         for i in (0, 1):
-            words = load_shared_words(base, access // 4, 16, offset=(ahead + i) * row_bytes + chunk * 4 * access)
-            if self.scales is None:
+            words = self.load(first, access, (ahead + i) * row_bytes + chunk * 4 * access)
+            if tf32:
+                made.append(tf32_fragment(tf32_words([word.bitcast(Float32) for word in words])))
+            elif self.scales is None:
                 made.append(fragment(words, self.dtype, terms))
             else:
                 factors = self.scales.factors(2 * pair + i, chunk) if scaled else []
@@ -193,11 +248,11 @@ class StateRows:
         """For each pair of rows their products with each block of probes, as `multiply` returns them."""
         sums = [[[Float32(0.0)] * 4 for _ in range(probes.blocks)] for _ in self.pairs]
         for c in range(probes.chunks):
-            rows = [self.fragments(pair, c, probes.terms) for pair in range(len(self.pairs))]
+            rows = [self.fragments(pair, c, probes.terms, tf32=probes.tf32) for pair in range(len(self.pairs))]
             for b in range(probes.blocks):
                 right = probes.fragment(b, c)
                 for of_pair, (upper, lower) in zip(sums, rows, strict=True):
-                    of_pair[b] = multiply(of_pair[b], upper, lower, right, probes.terms)
+                    of_pair[b] = multiply(of_pair[b], upper, lower, right, probes.terms, probes.product)
         return sums if self.scales is None else [self.scales.scaled(i, of_pair) for i, of_pair in enumerate(sums)]
 
     def lone_products(self, probes: StateProbes) -> list[list[Float32]]:
@@ -241,6 +296,11 @@ class StateProbes:
     dtype: str
     terms: int
     lone: bool
+    tf32: bool
+
+    @property
+    def product(self) -> Product:
+        return mma_tf32 if self.tf32 else mma_bf16
 
     @property
     def blocks(self) -> int:
@@ -253,6 +313,8 @@ class StateProbes:
     def fragment(self, block: int, chunk: int) -> Fragment:
         """One chunk of a block."""
         vectors = self.vectors
+        if self.tf32:
+            return vectors.tf32_fragment(block, chunk)
         scaled = scales_probes(self.dtype, lone=self.lone)
         words = vectors.fragment(block, chunk, self.terms, vectors.tile.read_bits, scaled=scaled)
         if not self.lone:
