@@ -146,9 +146,9 @@ class StepKey:
     def direct(self) -> bool:
         """Whether lanes load the state from where it lies, and not from a copy in shared memory.
 
-        So they do where channels decay by themselves and there are several tokens: with tiles of 64 KiB beside what such
-        a step stages a multiprocessor has room for two CTAs, without them for four (GLM-5.3-Flash, batch 256, 4 and 8
-        tokens: 392 -> 339 us and 449 -> 410; H200, 2026-11-30).
+        So they do where channels decay by themselves and there are several tokens: with tiles of 64 KiB beside what
+        such a step stages a multiprocessor has room for two CTAs, without them for four (GLM-5.3-Flash, batch 256, 4
+        and 8 tokens: 392 -> 339 us and 449 -> 410; H200, 2026-11-30).
         """
         return isinstance(self.options, KdaOptions) and self.drafts and self.read_dtype is None and not self.tensor
 

@@ -143,7 +143,9 @@ class Cta:
             return self.operands
         base = self.scores.base + self.shape.scores_bytes + self.shape.between_bytes
         shape, lane = self.shape, self.place.lane
-        return StagedVectors(base, self.tile, shape.probe_blocks, shape.block_vectors, lane, shape.state_tf32(self.tile))
+        return StagedVectors(
+            base, self.tile, shape.probe_blocks, shape.block_vectors, lane, shape.state_tf32(self.tile)
+        )
 
     @property
     def probe_tokens(self) -> list[Any]:

@@ -88,7 +88,9 @@ def held_registers(key: StepKey) -> int | None:
     """The registers that a thread of a step on tensor cores is held to, or None: see `heuristic_config`."""
     tile, floats = Tile.of(key), "float32" in (key.activation_dtype, key.record_dtype)
     if key.read_dtype is None:
-        return HELD_REGISTERS if key.probes == 1 and tile.read_bits == 16 and not floats else None
+        if tile.channels or key.activation_dtype != "bfloat16" or floats or key.num_tokens == 1:
+            return None
+        return LONE_REGISTERS if tile.read_bits == 32 else HELD_REGISTERS if key.probes == 1 else None
     if tile.channels:
         kimi = tile.rows == 128 and key.d_state <= 128 and not floats
         short = key.num_tokens <= (1 if tile.read_bits == 8 else 4) and key.window <= ROW_BLOCK
@@ -142,16 +144,17 @@ def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
     faster only as long as no row folds (GDN 122B: 85 us with 2 warps, 76 with 1, but 135 with 2 where 1 row in 16
     folds, more with 1). Products are as precise as what is made of them: 16 bits for outputs and records of 16 bits.
 
-    A CTA takes one head, but of Mamba-2 with small copies several where there are many: they score the records once, and
-    a fold of 16 values at a time leaves registers for more of them (Super, batch 256, NVFP4, with 1 row in 16 folding
-    125 -> 114 us, of 8 tokens 155 -> 147, FP8 133 -> 128; at batch 32 17 -> 27).
+    A CTA takes one head, but of Mamba-2 with small copies several where there are many: they score the records once,
+    and a fold of 16 values at a time leaves registers for more of them (Super, batch 256, NVFP4, with 1 row in 16
+    folding 125 -> 114 us, of 8 tokens 155 -> 147, FP8 133 -> 128; at batch 32 17 -> 27).
 
     The compiler is told how many CTAs to leave room for where the registers that this allows made a step faster: with
     decays by channel one token of a 16-bit state (GLM-5.3-Flash: 184 -> 170 us) and up to 8 of any state that no copy
     stands for (`StepKey.direct`), fewer at windows beyond 16, which would spill; several tokens of Mamba-2 with a
-    16-bit state (Super: 167 -> 164) or an NVFP4 copy (100 -> 95); and Kimi Delta Attention with copies (GLM-5.3-Flash,
-    NVFP4, one token: 199 -> 168 us, 4 tokens 274 -> 269; FP8 173 -> 159, but 4 tokens 238 -> 254). Left alone it spills
-    to fit a CTA more with one token of Gated DeltaNet and an NVFP4 copy.
+    16-bit state (Super: 167 -> 164; folds 370 -> 347) or an NVFP4 copy (100 -> 95); of a float32 state with room for
+    fewer than the compiler would make room for (16 tokens at a window of 32: 340 -> 337); and Kimi Delta Attention with
+    copies (GLM-5.3-Flash, NVFP4, one token: 199 -> 168 us, 4 tokens 274 -> 269; FP8 173 -> 159, but 4 tokens
+    238 -> 254). Left alone it spills to fit a CTA more with one token of Gated DeltaNet and an NVFP4 copy.
 
     Stochastic rounding takes a 16-bit step of Mamba-2 from 62 to 66 registers, which leave room for a CTA fewer. Told
     to leave room for 8, the compiler keeps to 64, without spills (sm_90a, compiled 2026-11-30, not timed).
@@ -187,8 +190,9 @@ def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
         if key.drafts:
             held = held_registers(candidate)
             ctas = 1 if held is None else room_within(candidate, held)
-            alike = 1 if channels else max(1, SCHEDULERS // tile.warps)  # each has registers of its own
-            ctas = max(1, ctas // alike * alike)
+            if not channels and ctas < room(candidate):
+                alike = max(1, SCHEDULERS // tile.warps)  # each has registers of its own
+                ctas = max(1, ctas // alike * alike)
             if candidate.direct and key.num_tokens <= 8 and key.d_state <= 128 and not floats:
                 most = CHANNEL_DRAFT_CTAS if key.window <= ROW_BLOCK else LONG_CHANNEL_DRAFT_CTAS
                 ctas = min(most, room(candidate))

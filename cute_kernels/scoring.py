@@ -79,8 +79,7 @@ class Scoring:
             return score_block(probes, pair, vectors, step, cta.terms, zero, tf32=shape.tf32 and shape.channels)
 
         def of_window(step: int) -> None:
-            # Few warps score the window: where channels decay, so many registers are better spent otherwise.
-            probes = cta.probes(load_probes(cta) if shape.channels and shape.token_blocks > 1 else self.probes)
+            probes = cta.probes(load_probes(cta) if shape.loads_probes_anew else self.probes)
             for pair in self.pairs:
                 self.keep_window(step, pair, raw(probes, pair, step), draft)
 

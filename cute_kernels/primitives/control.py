@@ -7,7 +7,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, Uint32
 
 
 @cute.jit
@@ -15,6 +15,20 @@ def when(condition: Any, action: cutlass.Constexpr[Callable[[], None]]):
     """Do `action`, which may store but not return, where the condition holds."""
     if condition:
         action()
+
+
+def words_if(condition: Any, count: int, load: Callable[[], list[Uint32]]) -> list[Uint32]:
+    """The `count` words that `load` loads where the condition holds, else zeros: a branch, and no load."""
+    held = cute.make_rmem_tensor((count,), Uint32)
+    for i in range(count):
+        held[i] = Uint32(0)
+
+    def hold() -> None:
+        for i, word in enumerate(load()):
+            held[i] = word
+
+    when(condition, hold)
+    return [held[i] for i in range(count)]
 
 
 def barrier_of_zero() -> Float32:

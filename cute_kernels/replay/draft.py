@@ -192,12 +192,11 @@ def score_block(
     kept = max(terms, 3) if probes.dtype == "float16" and not probes.tile.channels else terms
     for c in range(probes.chunks):
         if tf32:
-            upper, *lower = (probes.tf32_fragment(b, c) for b in blocks)
-            right = keys.tf32_fragment(block, c)
+            left, right = [probes.tf32_fragment(b, c) for b in blocks], keys.tf32_fragment(block, c)
         else:
-            upper, *lower = (probes.fragment(b, c, terms) for b in blocks)
-            right = keys.fragment(block, c, terms)
-        raw = multiply(raw, upper, *(lower or [None]), right, kept, mma_tf32 if tf32 else mma_bf16)
+            left, right = [probes.fragment(b, c, terms) for b in blocks], keys.fragment(block, c, terms)
+        lower = left[1] if len(left) == 2 else None
+        raw = multiply(raw, left[0], lower, right, kept, mma_tf32 if tf32 else mma_bf16)
     return raw
 
 

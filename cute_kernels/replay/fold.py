@@ -111,8 +111,8 @@ class FoldStage:
 def stage_record(
     stage: FoldStage, statics: FoldStatics, record: Any, lane8: Any, loaded: LoadedRecord, weight: Any
 ) -> None:
-    """Write one record, as the 8 lanes that share it have loaded it, with its weight, if it is one of the padded window;
-    where values are staged in parts, without them."""
+    """Write one record, as the 8 lanes that share it have loaded it, with its weight, if it is one of the padded
+    window; where values are staged in parts, without them."""
     tile = statics.tile
     kept = True if tile.whole_passes else Int32(record < tile.padded_window)
     where = stage.keys + record * tile.key_stride
@@ -161,8 +161,8 @@ def _store(predicate: Any, where: Any, words: list[Any]) -> None:
 
 
 def load_rows(stage: FoldStage, statics: FoldStatics, first: Any, block: Any) -> list[tuple[Uint32, ...]]:
-    """The left side of a product: by term, values of 16 records from `first` on, of the 16 rows of a staged block, times
-    their weights."""
+    """The left side of a product: by term, values of 16 records from `first` on, of the 16 rows of a staged block,
+    times their weights."""
     tile, dtype, size = statics.tile, statics.value_dtype, statics.tile.value_size
     found, weights = [], []
     if not tile.channels:
