@@ -368,8 +368,7 @@ def fold_tile(
             for first in cutlass.range_constexpr(0, tile.fold_chunks, tile.fold_span):
                 if cutlass.const_expr(tile.tokens == 0):
                     cute.arch.sync_warp()  # else loads of all passes gather in front of the first, and spill
-                for i in cutlass.range_constexpr(cute.size(sums)):
-                    sums[i] = Float32(0.0)
+                sums.fill(0.0)
                 for group in cutlass.range((num_records + (ROW_BLOCK - 1)) // ROW_BLOCK, unroll=1):
                     add_records(stage, statics, sums, group * ROW_BLOCK, staged, first)
                 write_rows(rows, first, sums, decays, probes, noise)
