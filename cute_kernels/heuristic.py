@@ -136,7 +136,8 @@ def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
     even where most multiprocessors stay idle: 16 to 128 heads at batch 1 to 8 took as long or longer with 2 or 4 CTAs a
     head, since each repeats the work on the window (H200, 2026-11-29, docs/performance.md). Where channels decay by
     themselves that work is so much that larger tiles are better (GLM-5.3-Flash, batch 256: 294 -> 281 us, of 8 tokens
-    660 -> 503; this and what follows H200, 2026-11-30).
+    660 -> 503; this and what follows H200, 2026-11-30), but for one token and fewer heads than multiprocessors (Kimi-K3
+    by 8, batch 1: 6.5 -> 5.9, folds 10.4 -> 7.6).
 
     Products on tensor cores take few warps, since all of them wait for the scores of all: 32 rows a warp, 64 of codes
     (Super, batch 256, 8 tokens: 321 us with 4 warps, 286 with 2), but 16 where there is no other CTA to fill a
@@ -149,12 +150,12 @@ def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
     folding 125 -> 114 us, of 8 tokens 155 -> 147, FP8 133 -> 128; at batch 32 17 -> 27).
 
     The compiler is told how many CTAs to leave room for where the registers that this allows made a step faster: with
-    decays by channel one token of a 16-bit state (GLM-5.3-Flash: 184 -> 170 us) and up to 8 of any state that no copy
-    stands for (`StepKey.direct`), fewer at windows beyond 16, which would spill; several tokens of Mamba-2 with a
-    16-bit state (Super: 167 -> 164; folds 370 -> 347) or an NVFP4 copy (100 -> 95); of a float32 state with room for
-    fewer than the compiler would make room for (16 tokens at a window of 32: 340 -> 337); and Kimi Delta Attention with
-    copies (GLM-5.3-Flash, NVFP4, one token: 199 -> 168 us, 4 tokens 274 -> 269; FP8 173 -> 159, but 4 tokens
-    238 -> 254). Left alone it spills to fit a CTA more with one token of Gated DeltaNet and an NVFP4 copy.
+    decays by channel one token (GLM-5.3-Flash in bfloat16: 184 -> 170 us; Kimi-K3 by 8: 57.9 -> 54.9) and up to 8 of
+    any state that no copy stands for (`StepKey.direct`), fewer at windows beyond 16, which would spill; several tokens
+    of Mamba-2 with a 16-bit state (Super: 167 -> 164; folds 370 -> 347) or an NVFP4 copy (100 -> 95); of a float32
+    state with room for fewer than the compiler would make room for (16 tokens at a window of 32: 340 -> 337); and Kimi
+    Delta Attention with copies (GLM-5.3-Flash, NVFP4, one token: 199 -> 168 us, 4 tokens 274 -> 269; FP8 173 -> 159,
+    but 4 tokens 238 -> 254). Left alone it spills to fit a CTA more with one token of Gated DeltaNet and an NVFP4 copy.
 
     Stochastic rounding takes a 16-bit step of Mamba-2 from 62 to 66 registers, which leave room for a CTA fewer. Told
     to leave room for 8, the compiler keeps to 64, without spills (sm_90a, compiled 2026-11-30, not timed).
@@ -172,7 +173,8 @@ def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
     fold_values = 16 if key.d_state > 128 or key.activation_dtype == "float32" else 32
     if key.drafts and not channels and key.read_dtype is None and key.checkpoint_dtype == "float32":
         fold_values *= 2
-    for split in (1, 2, 4, 5, 8):
+    few = channels and not key.drafts and key.checkpoint_dtype == "float32" and batch * key.num_v_heads < FEW_CTAS // 2
+    for split in (2, 4, 5, 8) if few else (1, 2, 4, 5, 8):
         candidate = replace(key, config=StepConfig(split, fold_values=fold_values, precision=precision))
         tile = Tile.of(candidate)
         if key.drafts:
@@ -207,6 +209,6 @@ def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
                 most = min(most, LONG_KEY_CTAS)
             elif floats:
                 most = 1
-            ctas = most if channels and room(candidate) >= most else 1
+            ctas = min(most, room(candidate)) if channels else 1
         return replace(candidate.config, ctas=ctas)
     return None

@@ -150,17 +150,17 @@ def test_rows_that_warps_do_not_share_are_named() -> None:
 FLOAT32, BFLOAT16 = ReplaySpec(max_draft=8), ReplaySpec(checkpoint_dtype=torch.bfloat16, max_draft=8)
 HEURISTIC: list[tuple[Recurrence, ReplaySpec, int, StepConfig]] = [
     ("mamba2", FLOAT32, 1, StepConfig()),
-    ("mamba2", BFLOAT16, 1, StepConfig(fold_values=16)),
-    ("mamba2", FLOAT32, 8, StepConfig(warps=2)),
-    ("mamba2", BFLOAT16, 8, StepConfig(warps=2)),
+    ("mamba2", BFLOAT16, 1, StepConfig()),
+    ("mamba2", FLOAT32, 8, StepConfig(warps=2, ctas=5, fold_values=64)),
+    ("mamba2", BFLOAT16, 8, StepConfig(warps=2, ctas=8)),
     ("mamba2", ReplaySpec(read_dtype="nvfp4"), 1, StepConfig(warps=4)),
     ("gdn", FLOAT32, 1, StepConfig(split=2)),
-    ("gdn", FLOAT32, 8, StepConfig(split=2, warps=2)),
+    ("gdn", FLOAT32, 8, StepConfig(split=2, warps=2, ctas=5, fold_values=64)),
     ("gdn", BFLOAT16, 8, StepConfig(warps=4)),
-    ("kda", FLOAT32, 1, StepConfig()),
+    ("kda", FLOAT32, 1, StepConfig(split=2, ctas=4)),
     ("kda", BFLOAT16, 1, StepConfig(ctas=4)),
-    ("kda", FLOAT32, 8, StepConfig(warps=4, ctas=3)),
-    ("kda", BFLOAT16, 8, StepConfig(warps=4)),
+    ("kda", FLOAT32, 8, StepConfig(warps=4, ctas=4)),
+    ("kda", BFLOAT16, 8, StepConfig(warps=4, ctas=4)),
 ]
 
 
@@ -180,7 +180,8 @@ def test_three_whole_heads_of_kimi_are_on_a_multiprocessor() -> None:
     """Tiles of 64 KiB, with float32 and with bfloat16 decays."""
     layer = replace(LAYER, recurrence="kda", head_dim=128)
     for decay in (torch.float32, torch.bfloat16):
-        key = plan(layer, ReplaySpec(decay_dtype=decay)).key
+        key = plan(layer, ReplaySpec(decay_dtype=decay), batch=256).key
+        assert key.config == StepConfig(ctas=3, precision="tf32")
         each = smem_bytes(key) + RESERVED_SMEM_BYTES
         assert Tile.of(key).bytes == 64 * 1024 and 3 * each <= MULTIPROCESSOR_SMEM_BYTES < 4 * each
 
@@ -188,14 +189,20 @@ def test_three_whole_heads_of_kimi_are_on_a_multiprocessor() -> None:
 @pytest.mark.parametrize(
     ("read", "tokens", "batch", "config"),
     [
-        ("nvfp4", 1, 256, StepConfig(warps=1)),
+        ("nvfp4", 1, 256, StepConfig(warps=1, ctas=6, fold_values=16, heads=4)),
+        ("nvfp4", 1, 32, StepConfig(warps=1)),
         ("nvfp4", 1, 1, StepConfig(warps=4)),
-        ("nvfp4", 8, 256, StepConfig(warps=1, ctas=16)),
+        ("nvfp4", 8, 256, StepConfig(warps=1, ctas=5, fold_values=16, heads=4)),
+        ("nvfp4", 8, 32, StepConfig(warps=1, ctas=16)),
+        (torch.float8_e4m3fn, 1, 256, StepConfig(warps=1, ctas=8, fold_values=16, heads=2)),
+        (torch.float8_e4m3fn, 8, 256, StepConfig(warps=1)),
         (torch.float8_e4m3fn, 1, 1, StepConfig(warps=1)),
+        (torch.bfloat16, 1, 256, StepConfig(warps=2)),
     ],
 )
 def test_the_warps_of_a_copy(read: Any, tokens: int, batch: int, config: StepConfig) -> None:
-    """Of 128 heads of 64 rows: one warp, but 16 rows each where a multiprocessor has a CTA and no more."""
+    """Of 128 heads of 64 rows: one warp, but 16 rows each where a multiprocessor has a CTA and no more, and several
+    heads a CTA where these are still many."""
     layer = replace(LAYER, num_v_heads=128, num_k_heads=8, head_dim=64)
     key = plan(layer, ReplaySpec(read_dtype=read, max_draft=tokens), num_tokens=tokens, batch=batch).key
     assert key.config == replace(config, precision="tf32")
@@ -211,7 +218,8 @@ def test_the_warps_of_a_copy(read: Any, tokens: int, batch: int, config: StepCon
         ("nvfp4", 1, {"activation_dtype": torch.float32}, 1),
         ("nvfp4", 1, {"value_dtype": torch.float32}, 1),
         (torch.bfloat16, 4, {}, 4),
-        (torch.float8_e4m3fn, 1, {}, 1),
+        (torch.float8_e4m3fn, 1, {}, 6),
+        (torch.float8_e4m3fn, 2, {}, 1),
     ],
 )
 def test_the_registers_of_kimi_with_a_copy(read: Any, tokens: int, change: dict[str, Any], ctas: int) -> None:

@@ -368,13 +368,19 @@ def fold_tile(
             for first in cutlass.range_constexpr(0, tile.fold_chunks, tile.fold_span):
                 if cutlass.const_expr(tile.tokens == 0):
                     cute.arch.sync_warp()  # else loads of all passes gather in front of the first, and spill
-                sums.fill(0.0)
+                clear(sums)
                 for group in cutlass.range((num_records + (ROW_BLOCK - 1)) // ROW_BLOCK, unroll=1):
                     add_records(stage, statics, sums, group * ROW_BLOCK, staged, first)
                 write_rows(rows, first, sums, decays, probes, noise)
             if cutlass.const_expr(tile.products_in_rows):
                 cute.arch.sync_warp()  # every lane has read the rows that the products are about to overwrite
             rows.store_products()
+
+
+def clear(sums: cute.Tensor) -> None:
+    """Zeros, one after the other: `fill` takes 16 registers more in a step of Gated DeltaNet, and spills."""
+    for i in range(cute.size(sums)):
+        sums[i] = Float32(0.0)
 
 
 def write_rows(

@@ -174,14 +174,11 @@ def test_a_step_compiles_within_its_budget(kind: Recurrence, arch: str, number: 
 
 
 def max_registers(key: StepKey, ctas: int) -> int:
-    """What lets so many CTAs share a multiprocessor, or as many as a delta rule's shared memory lets, if fewer, or as
-    the key says."""
+    """What lets so many CTAs share a multiprocessor, or as many as shared memory lets, if fewer, or as the key says."""
     if key.config.ctas > 1:
         return MULTIPROCESSOR["registers"] // (key.config.ctas * THREADS) // 8 * 8
-    if not isinstance(key.options, Mamba2Options):
-        room = MULTIPROCESSOR["shared_bytes"] // (Tile.of(key).smem_bytes + MULTIPROCESSOR["reserved_bytes"])
-        ctas = min(ctas, room)
-    return MULTIPROCESSOR["registers"] // (ctas * THREADS) // 8 * 8
+    room = MULTIPROCESSOR["shared_bytes"] // (Tile.of(key).smem_bytes + MULTIPROCESSOR["reserved_bytes"])
+    return MULTIPROCESSOR["registers"] // (min(ctas, room) * THREADS) // 8 * 8
 
 
 def check_step(key: StepKey, arch: str, tmp_path: Path, *, ctas: int = 4) -> None:

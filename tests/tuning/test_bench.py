@@ -141,7 +141,7 @@ def test_the_record_says_how_the_kernel_is_launched() -> None:
     options = replace(OPTIONS, shapes=(shape,), windows=(6,), tokens=(1, 4), batches=(2,))
     Bench(options, replace(machine([]), arch="sm_90a"), record, Console(quiet=True)).run()
     configs = {e["num_tokens"]: e["config"] for e in record.entries if e["what"] == "nonflush"}
-    assert configs[4] == asdict(StepConfig(warps=2, fold_values=32, precision="tf32")) | {"source": "heuristic"}
+    assert configs[4] == asdict(StepConfig(warps=2, ctas=6, fold_values=64, precision="tf32")) | {"source": "heuristic"}
     assert configs[1]["source"] == "heuristic"
     assert all("config" not in e for e in record.entries if e["what"] in ("commit", "average", "read"))
 

@@ -167,11 +167,11 @@ def test_windows_are_compared_where_there_are_several() -> None:
 
 def test_a_window_of_16_is_best_but_where_the_document_says() -> None:
     text = (ROOT / "docs" / "tuning.md").read_text()
-    assert "is the best of them but for 8 tokens a step of Super." in text
+    assert "is the best of them, or within 1 %, but for 4 and 8 tokens a step of Super." in text
     rows = table_of("windows", *re.search("<!-- windows (.*) -->", text)[1].split())
     assert len(rows) >= 8
-    better = {(row[0].split(",")[0], row[3]): float(row[6]) for row in rows if row[5] != "16"}
-    assert list(better) == [("nemotron-3-super", "8")] and 1 < better["nemotron-3-super", "8"] < 1.05
+    better = {(row[0].split(",")[0], row[3]) for row in rows if row[5] != "16" and float(row[6]) > 1.01}
+    assert better == {("nemotron-3-super", "4"), ("nemotron-3-super", "8")}
 
 
 def choice(us: float, **more: Any) -> dict[str, Any]:
