@@ -88,13 +88,14 @@ def held_registers(key: StepKey) -> int | None:
     """The registers that a thread of a step on tensor cores is held to, or None: see `heuristic_config`."""
     tile, floats = Tile.of(key), "float32" in (key.activation_dtype, key.record_dtype)
     if key.read_dtype is None:
-        if tile.channels or key.activation_dtype != "bfloat16" or floats or key.num_tokens == 1:
+        many = key.num_tokens * key.probes > 16
+        if tile.channels or key.activation_dtype != "bfloat16" or floats or key.num_tokens == 1 or many:
             return None
         return LONE_REGISTERS if tile.read_bits == 32 else HELD_REGISTERS if key.probes == 1 else None
     if tile.channels:
         kimi = tile.rows == 128 and key.d_state <= 128 and not floats
-        short = key.num_tokens <= (1 if tile.read_bits == 8 else 4) and key.window <= ROW_BLOCK
-        return {16: HELD_REGISTERS}.get(tile.read_bits, LONE_REGISTERS) if kimi and short else None
+        short = key.num_tokens <= 4 and key.window <= ROW_BLOCK
+        return {4: LONE_REGISTERS, 16: HELD_REGISTERS}.get(tile.read_bits) if kimi and short else None
     if key.read_dtype == "nvfp4" and (key.probes == 1) == (key.num_tokens > 1):
         return HELD_REGISTERS if key.probes == 1 else LONE_REGISTERS
     return None
@@ -151,11 +152,12 @@ def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
 
     The compiler is told how many CTAs to leave room for where the registers that this allows made a step faster: with
     decays by channel one token (GLM-5.3-Flash in bfloat16: 184 -> 170 us; Kimi-K3 by 8: 57.9 -> 54.9) and up to 8 of
-    any state that no copy stands for (`StepKey.direct`), fewer at windows beyond 16, which would spill; several tokens
-    of Mamba-2 with a 16-bit state (Super: 167 -> 164; folds 370 -> 347) or an NVFP4 copy (100 -> 95); of a float32
-    state with room for fewer than the compiler would make room for (16 tokens at a window of 32: 340 -> 337); and Kimi
-    Delta Attention with copies (GLM-5.3-Flash, NVFP4, one token: 199 -> 168 us, 4 tokens 274 -> 269; FP8 173 -> 159,
-    but 4 tokens 238 -> 254). Left alone it spills to fit a CTA more with one token of Gated DeltaNet and an NVFP4 copy.
+    any state that no copy stands for (`StepKey.direct`), fewer at windows beyond 16 and none at shorter ones, which
+    would spill (8 tokens at a window of 8 folded in 1870 us); several tokens of Mamba-2 with a 16-bit state (Super: 167
+    -> 164; folds 370 -> 347) or an NVFP4 copy (100 -> 95); of a float32 state with room for fewer than the compiler
+    would make room for (16 tokens at a window of 32: 340 -> 337); and Kimi Delta Attention with copies (GLM-5.3-Flash,
+    NVFP4, one token: 199 -> 168 us, 4 tokens 274 -> 269). Left alone it spills to fit a CTA more with one token of
+    Gated DeltaNet and an NVFP4 copy.
 
     Stochastic rounding takes a 16-bit step of Mamba-2 from 62 to 66 registers, which leave room for a CTA fewer. Told
     to leave room for 8, the compiler keeps to 64, without spills (sm_90a, compiled 2026-11-30, not timed).
@@ -165,12 +167,13 @@ def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
 
     A fold takes 32 values at a time: with 16 it splits weighted values into terms twice as often (Super, 8 tokens, in
     bfloat16, batch 256: 387 -> 377 us), with 64 a 16-bit state has fewer CTAs. Several tokens of a float32 state take
-    64 (Super, 8 tokens, 28 records: 728 -> 703 us), rows of 256 and keys of float32 16.
+    64 (Super, 8 tokens, 28 records: 728 -> 703 us), rows of 256, keys of float32 and what rounds stochastically 16.
     """
     floats = "float32" in (key.activation_dtype, key.record_dtype)
     precision: Precision = "fp32" if floats else "tf32"
     channels, nvfp4 = isinstance(key.options, KdaOptions), key.read_dtype == "nvfp4"
-    fold_values = 16 if key.d_state > 128 or key.activation_dtype == "float32" else 32
+    draws = key.rounding == "stochastic" and key.probes == 1 and not key.drafts
+    fold_values = 16 if key.d_state > 128 or key.activation_dtype == "float32" or draws else 32
     if key.drafts and not channels and key.read_dtype is None and key.checkpoint_dtype == "float32":
         fold_values *= 2
     few = channels and not key.drafts and key.checkpoint_dtype == "float32" and batch * key.num_v_heads < FEW_CTAS // 2
@@ -195,13 +198,19 @@ def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
             if not channels and ctas < room(candidate):
                 alike = max(1, SCHEDULERS // tile.warps)  # each has registers of its own
                 ctas = max(1, ctas // alike * alike)
-            if candidate.direct and key.num_tokens <= 8 and key.d_state <= 128 and not floats:
-                most = CHANNEL_DRAFT_CTAS if key.window <= ROW_BLOCK else LONG_CHANNEL_DRAFT_CTAS
+            if (
+                candidate.direct
+                and key.num_tokens <= 8
+                and key.d_state <= 128
+                and key.window >= ROW_BLOCK
+                and not floats
+            ):
+                most = CHANNEL_DRAFT_CTAS if key.window == ROW_BLOCK else LONG_CHANNEL_DRAFT_CTAS
                 ctas = min(most, room(candidate))
             ctas = 1 if candidate.tensor else ctas
             if shared := sharing_heads(candidate, batch, arch):
                 return shared.config
-        elif key.rounding == "stochastic" and key.probes == 1:
+        elif draws:
             ctas = room_within(candidate, DRAWING_REGISTERS)
         else:
             most = CHANNEL_CTAS if key.window <= ROW_BLOCK else LONG_CHANNEL_CTAS

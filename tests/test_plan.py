@@ -218,8 +218,7 @@ def test_the_warps_of_a_copy(read: Any, tokens: int, batch: int, config: StepCon
         ("nvfp4", 1, {"activation_dtype": torch.float32}, 1),
         ("nvfp4", 1, {"value_dtype": torch.float32}, 1),
         (torch.bfloat16, 4, {}, 4),
-        (torch.float8_e4m3fn, 1, {}, 6),
-        (torch.float8_e4m3fn, 2, {}, 1),
+        (torch.float8_e4m3fn, 1, {}, 1),
     ],
 )
 def test_the_registers_of_kimi_with_a_copy(read: Any, tokens: int, change: dict[str, Any], ctas: int) -> None:

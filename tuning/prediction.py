@@ -39,22 +39,6 @@ Entry = Mapping[str, Any]
 Make = Callable[[StepKey, str], Kernel]
 
 
-def _on_tensor_cores(entry: Entry) -> bool:
-    return entry["num_tokens"] > 1 or "read" in entry["replay"]
-
-
-def _several_heads(entry: Entry) -> bool:
-    return int(entry["config"].get("heads", 1)) > 1
-
-
-# Kernels of these entries have changed since: with the date of the change.
-CHANGES: tuple[tuple[str, Callable[[Entry], bool]], ...] = (
-    ("2026-11-30T08:30:00+00:00", _on_tensor_cores),
-    ("2026-11-30T18:00:00+00:00", _several_heads),
-)
-FOLDS_SINCE = "2026-11-30T14:30:00+00:00"  # folds of earlier records are predicted beside no measurement
-
-
 def _not_followed(entry: Entry) -> bool:
     """Whether the kernel has loops whose turns nothing in its machine code tells: over the parts of a fold that makes a
     copy."""
@@ -63,15 +47,10 @@ def _not_followed(entry: Entry) -> bool:
 
 @dataclass(frozen=True)
 class Compared:
-    """A measured entry with what is needed to predict it.
-
-    Args:
-        median_us: what was measured of the present kernel, if it was.
-    """
+    """A measured entry with what is needed to predict it."""
 
     entry: Entry
     record: str
-    median_us: float | None
     case: StepCase
     key: StepKey
 
@@ -85,15 +64,12 @@ def compared(
         for entry in record["entries"]:
             if entry["what"] not in whats or entry["status"] != "measured" or "config" not in entry:
                 continue
-            if any(record["date"] < date and changed(entry) for date, changed in CHANGES):
-                continue
-            median_us = entry["median_us"] if entry["what"] == "nonflush" or record["date"] >= FOLDS_SINCE else None
-            if _not_followed(entry) or (median_us is None and entry["what"] != "flush"):
+            if _not_followed(entry):
                 continue
             shape, replay = lookup(entry["layer"]["name"]), replay_of(entry)
             case = StepCase(shape, replay, entry["rows"], entry["what"], entry.get("accepted", 1.0))
             config = {name: value for name, value in entry["config"].items() if name != "source"}
-            yield Compared(entry, path.name, median_us, case, key_of(case, StepConfig(**config)))
+            yield Compared(entry, path.name, case, key_of(case, StepConfig(**config)))
 
 
 def key_of(case: StepCase, config: StepConfig) -> StepKey:
@@ -138,12 +114,18 @@ def kernels() -> Make:
 def comparison(
     records: Iterable[Path], devices: Sequence[Device], make: Make, done: Callable[[Compared], object]
 ) -> list[dict[str, Any]]:
-    """All compared entries with their predictions, as `docs/records/prediction.json` holds them."""
+    """All compared entries with their predictions, as `docs/records/prediction.json` holds them; without those whose
+    control flow cannot be followed for one of the devices."""
     entries = []
     for one in compared(records):
         head = {name: one.entry[name] for name in ("layer", "replay", "rows", "num_tokens", "what", "config")}
-        predicted = {device.name: facts(predict(make(one.key, device.arch), one.case, device)) for device in devices}
-        measured = {"record": one.record, "median_us": one.median_us}
+        predicted = {}
+        try:
+            for device in devices:
+                predicted[device.name] = facts(predict(make(one.key, device.arch), one.case, device))
+        except NotImplementedError:
+            continue
+        measured = {"record": one.record, "median_us": one.entry["median_us"]}
         entries.append({**head, "status": "predicted", "measured": measured, "predicted": predicted})
         done(one)
     return entries
@@ -192,8 +174,7 @@ def summary_table(entries: Iterable[Entry]) -> str:
     """How many predictions lie within 15 % of what was measured, by kind of step, and which do not, as Markdown."""
     kinds: dict[str, list[Entry]] = {}
     for entry in entries:
-        if entry["measured"]["median_us"] is not None:
-            kinds.setdefault(entry["what"], []).append(entry)
+        kinds.setdefault(entry["what"], []).append(entry)
     lines = [line("what", "measured", "within 15 %", "least ratio", "largest ratio"), "|---" * 5 + "|"]
     missed = [line("missed", "state", "T", "batch", "what", "predicted", "measured", "ratio"), "|---" * 8 + "|"]
     for what, found in kinds.items():
@@ -240,9 +221,7 @@ def prediction_table(entries: Iterable[Entry]) -> str:
 def _cells(entry: Entry, others: Sequence[str]) -> list[str]:
     predicted = entry["predicted"]
     own = predicted["H200"]
-    us = entry["measured"]["median_us"]
-    measured = ["", ""] if us is None else [f"{us:.1f}", f"{_ratio(entry):.2f}"]
-    cells = [own["bound"], f"{own['us']:.1f}", *measured]
+    cells = [own["bound"], f"{own['us']:.1f}", f"{entry['measured']['median_us']:.1f}", f"{_ratio(entry):.2f}"]
     return cells + [f"{predicted[name]['us']:.1f}" for name in others]
 
 
