@@ -378,7 +378,7 @@ def fold_tile(
 
 
 def clear(sums: cute.Tensor) -> None:
-    """Zeros, one after the other: `fill` takes 16 registers more in a step of Gated DeltaNet, and spills."""
+    """Zeros, one after the other: `fill` takes up to 16 registers more, and then spills (sm_90a, 2026-11-30)."""
     for i in range(cute.size(sums)):
         sums[i] = Float32(0.0)
 

@@ -29,7 +29,6 @@ from tuning.documents import refreshed
 from tuning.matrix import StepCase
 from tuning.predict import Kernel, instructions, pipe_cycles, pipe_of, predict
 from tuning.prediction import (
-    FOLDS_SINCE,
     WITHIN,
     compared,
     comparison,
@@ -175,12 +174,14 @@ def test_the_document_shows_the_record() -> None:
 
 
 def test_predictions_are_near_the_measurements() -> None:
-    """15 % is what the document claims of 19 in 20 steps whose rows all do the same."""
-    same = [entry for entry in recorded() if entry["what"] != "mixed" and entry["measured"]["median_us"] is not None]
-    ratios = [entry["predicted"]["H200"]["us"] / entry["measured"]["median_us"] for entry in same]
-    near = sum(abs(ratio - 1) <= WITHIN for ratio in ratios)
-    assert len(same) > 80 and near / len(same) >= 0.95
-    assert math.isclose(math.exp(sum(map(math.log, ratios)) / len(ratios)), 1, abs_tol=0.03)  # neither high nor low
+    """15 % is what the document claims of 19 in 20 steps that only read, and of 4 in 5 of the others."""
+    reads, others = [], []
+    for entry in recorded():
+        ratio = entry["predicted"]["H200"]["us"] / entry["measured"]["median_us"]
+        (reads if entry["what"] == "nonflush" else others).append(ratio)
+    for ratios, share in ((reads, 0.95), (others, 0.8)):
+        assert len(ratios) > 80 and sum(abs(ratio - 1) <= WITHIN for ratio in ratios) / len(ratios) >= share
+    assert math.isclose(math.exp(sum(map(math.log, reads)) / len(reads)), 1, abs_tol=0.03)  # neither high nor low
 
 
 @needs_sass
@@ -222,28 +223,19 @@ def test_launch_parameters_are_ordered_as_measured(
     assert predicted(slower) > 1.05 * predicted(faster)
 
 
-def test_only_kernels_of_today_are_compared(tmp_path: Path) -> None:
+def test_entries_that_say_how_they_were_launched_are_compared(tmp_path: Path) -> None:
     source = ROOT / "docs" / "records" / "2026-11-30-h200-nemotron-3-super-windows.json"
     record = json.loads(source.read_text())
     assert {one.case.replay.window for one in compared([source], ("nonflush",))} == {16, 24, 32, 48}
-    earlier = tmp_path / "earlier.json"
-    earlier.write_text(json.dumps({**record, "date": "2026-11-30T05:00:00+00:00"}))
-    assert not list(compared([earlier], ("nonflush",)))
-    for date, whats in (("2026-11-30T12:00:00+00:00", {"nonflush"}), (FOLDS_SINCE, {"nonflush", "flush", "plain"})):
-        earlier.write_text(json.dumps({**record, "date": date}))
-        assert {one.case.what for one in compared([earlier]) if one.median_us is not None} >= whats
-        assert {one.case.what for one in compared([earlier])} >= {"nonflush", "flush"}
-        assert any(one.median_us is None for one in compared([earlier])) == (date != FOLDS_SINCE)
+    assert {one.case.what for one in compared([source])} >= {"nonflush", "flush", "plain"}
     silent = tmp_path / "silent.json"
     entries = [{name: value for name, value in entry.items() if name != "config"} for entry in record["entries"]]
     silent.write_text(json.dumps({**record, "entries": entries}))
     assert not list(compared([silent]))
 
 
-def test_a_summary_counts_what_is_missed(tmp_path: Path) -> None:
-    record = json.loads((ROOT / "docs" / "records" / "2026-11-30-h200-kimi-k3-tp8.json").read_text())
-    source = tmp_path / "record.json"
-    source.write_text(json.dumps({**record, "date": FOLDS_SINCE}))
+def test_a_summary_counts_what_is_missed() -> None:
+    source = ROOT / "docs" / "records" / "2026-11-30-h200-kimi-k3-tp8.json"
     entries = comparison([source], [H200], lambda key, arch: replace(kernel("NOP"), key=key), lambda one: None)
     assert {entry["what"] for entry in entries} >= {"nonflush", "flush", "plain"}
     for entry in entries:
