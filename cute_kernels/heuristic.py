@@ -176,8 +176,9 @@ def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
     fold_values = 16 if key.d_state > 128 or key.activation_dtype == "float32" or draws else 32
     if key.drafts and not channels and key.read_dtype is None and key.checkpoint_dtype == "float32":
         fold_values *= 2
-    few = channels and not key.drafts and key.checkpoint_dtype == "float32" and batch * key.num_v_heads < FEW_CTAS // 2
-    for split in (2, 4, 5, 8) if few else (1, 2, 4, 5, 8):
+    lone = channels and not key.drafts and key.num_tokens == 1 and key.checkpoint_dtype == "float32"
+    few = batch * key.num_v_heads < FEW_CTAS // 2
+    for split in (2, 4, 5, 8) if lone and few else (1, 2, 4, 5, 8):
         candidate = replace(key, config=StepConfig(split, fold_values=fold_values, precision=precision))
         tile = Tile.of(candidate)
         if key.drafts:

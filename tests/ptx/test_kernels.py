@@ -353,7 +353,7 @@ def caught(run: Run, change: Callable[[str], str]) -> list[str]:
     """What a row that folds and one that reads, and wraps around, find in a changed kernel. Copies are late."""
     scene = replace(run.scene, counts=(run.case.window, 3), starts=(4, 5), forced=None)
     try:
-        return mistakes(Interpreted.of(scene, Bench(run.arch, "late", change=change)))
+        return mistakes(Interpreted.of(scene, Bench(run.arch, "late", change=change)), config=StepConfig())
     except TroubleError as trouble:
         return [str(trouble)]
 
@@ -374,5 +374,5 @@ def test_each_barrier_is_needed_where_values_are_staged_in_parts(barrier: int) -
 
 @pytest.mark.parametrize("run", [*SMALL.values(), IN_PARTS, IN_FOUR_PARTS, ODD_ROWS], ids=lambda run: run.id)
 def test_the_kernel_without_a_fault_passes(run: Run) -> None:
-    """With the launch parameters of the plan, which fold more values at a time than those of `CASES`."""
+    """With a head a CTA, and more values of a fold at a time than in `CASES`."""
     assert caught(run, str) == []
