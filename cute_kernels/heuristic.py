@@ -21,6 +21,7 @@ CHANNEL_DRAFT_CTAS, LONG_CHANNEL_DRAFT_CTAS, LONG_KEY_CTAS = 4, 3, 3  # likewise
 FEW_CTAS, MANY_CTAS = 264, 1584  # 2 and 12 on each of an H200's multiprocessors
 # Of heads that share a CTA, by bits of the copy and by one or several tokens: how many, and registers of a thread.
 SHARED_HEADS = {(4, True): (4, 80), (4, False): (4, 96), (8, True): (2, 128)}
+SHARED_FOLD_VALUES = 16  # state values that a fold of theirs takes at a time
 
 
 def smem_bytes(key: StepKey) -> int:
@@ -106,7 +107,7 @@ def sharing_heads(key: StepKey, batch: int, arch: Arch) -> StepKey | None:
     heads, registers = SHARED_HEADS.get((Tile.of(key).read_bits, key.num_tokens == 1), (1, 0))
     if key.read_dtype is None or key.probes > 1 or key.window > ROW_BLOCK or heads == 1 or key.config.warps > 1:
         return None
-    candidate = replace(key, config=replace(key.config, heads=heads, fold_values=16))
+    candidate = replace(key, config=replace(key.config, heads=heads, fold_values=SHARED_FOLD_VALUES))
     if invalid_reason(candidate, arch) or batch * candidate.row_ctas < MANY_CTAS:
         return None
     return replace(candidate, config=replace(candidate.config, ctas=room_within(candidate, registers)))
@@ -144,7 +145,7 @@ def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
     (Super, batch 256, 8 tokens: 321 us with 4 warps, 286 with 2), but 16 where there is no other CTA to fill a
     multiprocessor (Super, NVFP4, batch 1: 6.7 -> 6.1). 128 rows of a delta rule with an NVFP4 copy would spill, and are
     faster only as long as no row folds (GDN 122B: 85 us with 2 warps, 76 with 1, but 135 with 2 where 1 row in 16
-    folds, more with 1). Products are as precise as what is made of them: 16 bits for outputs and records of 16 bits.
+    folds, more with 1). Products are more precise than what is made of them: see `StepConfig.precision`.
 
     A CTA takes one head, but of Mamba-2 with small copies several where there are many: they score the records once,
     and a fold of 16 values at a time leaves registers for more of them (Super, batch 256, NVFP4, with 1 row in 16

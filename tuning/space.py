@@ -17,6 +17,8 @@ from cute_kernels.heuristic import (
     HELD_REGISTERS,
     LONE_REGISTERS,
     MULTIPROCESSOR_REGISTERS,
+    SHARED_FOLD_VALUES,
+    SHARED_HEADS,
     heuristic_config,
     invalid_reason,
     room,
@@ -30,7 +32,7 @@ WARPS = (1, 2, 4, 8)
 HEADS = (1, 2, 4, 8)
 # Registers of a thread: with fewer every step kernel spills, of one token and of several; more none has taken.
 FEWEST_REGISTERS, FEWEST_REGISTERS_OF_DRAFTS, MOST_REGISTERS = 56, 80, 224
-REGISTERS_OF_SHARED_HEADS = (FEWEST_REGISTERS_OF_DRAFTS, 96, HELD_REGISTERS)
+REGISTERS_OF_SHARED_HEADS = tuple(sorted({registers for _, registers in SHARED_HEADS.values()}))
 
 
 @dataclass(frozen=True)
@@ -184,7 +186,7 @@ def prune_wasteful(rows: int, multiprocessors: int) -> Prune:
         if any(split < key.config.split and enough(key, split) for split in splits):
             return True
         several = key.config.heads > 1
-        if several and (rows * key.row_ctas < multiprocessors or key.config.fold_values != ROW_BLOCK):
+        if several and (rows * key.row_ctas < multiprocessors or key.config.fold_values != SHARED_FOLD_VALUES):
             return True
         share = MULTIPROCESSOR_REGISTERS // (key.threads * key.config.ctas)
         fewest = FEWEST_REGISTERS_OF_DRAFTS if key.drafts else FEWEST_REGISTERS

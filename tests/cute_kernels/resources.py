@@ -39,7 +39,8 @@ from tuning.sass import disassembled
 PATH = Path("docs/records/resources.json")
 LAYER = Mamba2Options(dt_dtype="bfloat16", D_dtype="float32", dt_bias_dtype="float32", dt_softplus=True)
 # A CTA has 128 threads: four of them on a multiprocessor, two where several tokens are verified.
-MAX_REGISTERS = {"step": 168, "verify": 255, "materialize": 128, "encode": 128, "commit": 32, "empty": 32, "probe": 128}
+MAX_REGISTERS = {"step": 128, "verify": 255, "materialize": 128, "encode": 128, "commit": 32, "empty": 32, "probe": 128}
+KIMI_STEP_REGISTERS = 168  # three tiles of 64 KiB are all that fit
 # Bytes of a frame that a kernel may have: held to fewer registers it spills outside of its loops, and was faster for
 # it (Super, NVFP4, 8 tokens 155 -> 147 us; GLM-5.3-Flash, 4 tokens 350 -> 322; batch 256, H200, 2026-11-30).
 SPILLS = {
@@ -208,8 +209,9 @@ def violations(row: Row) -> list[str]:
     faults += [f"{at}: {found[name]} of {name}" for name in unwanted if name in found]
     if "allocation" in found and "tensor" not in found:
         faults.append(f"{at}: {found['allocation']} of allocation, and nothing that uses tensor memory")
-    if row["registers"] > MAX_REGISTERS[kind]:
-        faults.append(f"{at}: {row['registers']} registers, at most {MAX_REGISTERS[kind]}")
+    most = KIMI_STEP_REGISTERS if row["kernel"].startswith("step-kda") else MAX_REGISTERS[kind]
+    if row["registers"] > most:
+        faults.append(f"{at}: {row['registers']} registers, at most {most}")
     wide = ("LDG.128", "STG.128", "LDS.128", "bulk")
     needed: tuple[str, ...] = {
         "step": wide, "materialize": wide, "verify": (*wide, "matrix"), "encode": ("LDG.128",), "probe": ("bulk",)

@@ -75,7 +75,7 @@ CHANGES: dict[str, tuple[Callable[[Row], None], str, str | None]] = {
     "an unknown address": (moved("LDG.128", "generic"), "1 of generic", "1 of generic"),
     "an unknown opcode": (moved("integer", "other"), "1 of other", "1 of other"),
     "a register": (raised("registers", 1), "registers 70 -> 71", None),
-    "too many registers": (raised("registers", 99), "169 registers, at most 168", "169 registers, at most 168"),
+    "too many registers": (raised("registers", 59), "129 registers, at most 128", "129 registers, at most 128"),
     "shared memory": (raised("dynamic_shared_bytes", 16), "dynamic_shared_bytes 39432 -> 39448", None),
     "a wide load taken apart": (moved("LDG.128", "LDG.32"), "LDG.128 2 -> 1", None),
     "a wide store taken apart": (moved("STG.128", "STG.32"), "STG.128 18 -> 17", None),
