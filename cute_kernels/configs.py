@@ -15,6 +15,7 @@ RingLayout = Literal["record_major", "head_major", "strided"]
 Precision = Literal["fp32", "tf32", "bf16"]
 Readout = Literal["mma", "tcgen05", "tcgen05_f16"]
 TERMS: dict[Precision, int] = {"fp32": 3, "tf32": 2, "bf16": 1}
+UNCUT = 1 + 2.0**-10 / 3  # times a float that TF32 then cuts to 11 bits: what that takes on average
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cute_kernels.configs import TERMS, KdaOptions, StepKey, Tile
+from cute_kernels.configs import TERMS, UNCUT, KdaOptions, StepKey, Tile
 from cute_kernels.copy_shape import ATOM_BLOCKS, ATOM_ROWS, CopyShape
 
 
@@ -112,13 +112,18 @@ class DraftShape:
     @property
     def between_bytes(self) -> int:
         """Shared memory of what passes between tokens: decays [token block][token][token], or where channels decay by
-        themselves the scores that each warp has summed over its channels, [warp][token][probe][token]."""
-        tables = self.probes * self.warps if self.channels else self.token_blocks
+        themselves the scores that each warp has summed over its channels, as many numbers (`replay.draft.Scores`)."""
+        tables = self.warps if self.channels else self.token_blocks
         return -(-tables * self.tokens * self.tokens * 4 // 16) * 16
 
     def state_tf32(self, tile: Tile) -> bool:
         """Whether the state is multiplied as TF32."""
         return self.tf32 and tile.read_bits == 32
+
+    @property
+    def score_scale(self) -> float:
+        """What the decays of probes that are scored are to be times, where channels decay: see `mma.tf32_words`."""
+        return UNCUT if self.tf32 else 1.0
 
     def vectors_bytes(self, tile: Tile) -> int:
         """Shared memory of the probes as the state meets them, where channels decay by themselves: [term][probe][K];

@@ -152,9 +152,9 @@ def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
     folding 125 -> 114 us, of 8 tokens 155 -> 147, FP8 133 -> 128; at batch 32 17 -> 27).
 
     The compiler is told how many CTAs to leave room for where the registers that this allows made a step faster: with
-    decays by channel one token (GLM-5.3-Flash in bfloat16: 184 -> 170 us; Kimi-K3 by 8: 57.9 -> 54.9) and up to 8 of
-    any state that no copy stands for (`StepKey.direct`), fewer at windows beyond 16 and none at shorter ones, which
-    would spill (8 tokens at a window of 8 folded in 1870 us); several tokens of Mamba-2 with a 16-bit state (Super: 167
+    decays by channel one token, but not where tiles leave room for few anyway (GLM-5.3-Flash in bfloat16: 184 -> 170
+    us; in float32 280.8 -> 282.1, 2026-12-01), and up to 8 of any state that no copy stands for (`StepKey.direct`),
+    fewer at windows beyond 16 and none at shorter ones, which would spill (8 tokens at a window of 8 folded in 1870 us); several tokens of Mamba-2 with a 16-bit state (Super: 167
     -> 164; folds 370 -> 347) or an NVFP4 copy (100 -> 95); of a float32 state with room for fewer than the compiler
     would make room for (16 tokens at a window of 32: 340 -> 337); and Kimi Delta Attention with copies (GLM-5.3-Flash,
     NVFP4, one token: 199 -> 168 us, 4 tokens 274 -> 269). Left alone it spills to fit a CTA more with one token of
@@ -218,7 +218,7 @@ def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
             most = CHANNEL_CTAS if key.window <= ROW_BLOCK else LONG_CHANNEL_CTAS
             if key.d_state > 128:
                 most = min(most, LONG_KEY_CTAS)
-            elif floats:
+            elif floats or (key.window <= ROW_BLOCK and split == 1 and tile.bytes == LARGEST_WHOLE_TILE_BYTES):
                 most = 1
             ctas = min(most, room(candidate)) if channels else 1
         return replace(candidate.config, ctas=ctas)

@@ -30,7 +30,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 
 from cute_kernels import products
 from cute_kernels.args import StepTensors
-from cute_kernels.configs import ROW_BLOCK, SIZE_BYTES, Tile
+from cute_kernels.configs import ROW_BLOCK, SIZE_BYTES, UNCUT, Tile
 from cute_kernels.copy_shape import TILE_ROWS, CopyShape
 from cute_kernels.draft_loads import (
     Draft,
@@ -71,42 +71,44 @@ def stage_channels(cta: Cta, cursor: RowCursor, early: HeadLoads, records: Any) 
     policy: Any = cta.policy
     place, tokens = cta.place, cta.shape.tokens
     decays = [[policy.log_decay(token.gate, early.gate) for token in channel] for channel in early.channels]
-    records.stage_draft(cta.tile, place, decays, cta.memory.staging)
-    stage_probes(cta, early, decays, records)
+    left = [[exp2(x * Float32(LOG2_E)) for x in channel] for channel in decays]
+    whole = records.stage_draft(cta.tile, place, left, cta.memory.staging, cta.shape.score_scale)
+    stage_probes(cta, early, left, whole)
     for t in range(tokens):
         of_token = [channel[t] for channel in decays]
         ring, dtype, valid = cta.tensors.pool.decay, cta.key.decay_dtype, cta.is_token(t)
         records.append(ring, dtype, cta.tile, place, cursor, of_token, ahead=t, valid=valid)
+    keys: list[list[Any]] = [[] for _ in left]  # of a channel, those of the tokens so far as they have decayed
+    sums: list[Any] = []
     for later in range(tokens):
-        sums = [Float32(0.0)] * (2 * tokens)
-        for channel, of_channel in zip(early.channels, decays, strict=True):
-            between = Float32(0.0)
-            for earlier in range(later, -1, -1):
-                key = channel[earlier].key * exp2(between * Float32(LOG2_E))
-                sums[earlier] = sums[earlier] + channel[later].query * key
-                sums[tokens + earlier] = sums[tokens + earlier] + channel[later].key * key
-                between = between + of_channel[earlier]
-        cta.scores.store_sums(later, sums, place.warp)
+        found = [Float32(0.0)] * (2 * later + 1)
+        for of_keys, channel, of_channel in zip(keys, early.channels, left, strict=True):
+            of_keys[:] = [key * of_channel[later] for key in of_keys] + [channel[later].key]
+            met = [channel[later].query * key for key in of_keys] + [channel[later].key * key for key in of_keys[:-1]]
+            found = [x + y for x, y in zip(found, met, strict=True)]
+        sums += found
+        cta.scores.store_sums(sums, (later + 1) ** 2, place.warp, last=later + 1 == tokens)
 
 
-def stage_probes(cta: Cta, early: HeadLoads, decays: list[list[Any]], records: Any) -> None:
-    """Stage this thread's channels of every probe, decayed since the start of the window; zeros where no token is."""
+def stage_probes(cta: Cta, early: HeadLoads, left: list[list[Any]], whole: list[Any]) -> None:
+    """Stage this thread's channels of every probe, decayed since the start of the window; zeros where no token is.
+
+    Args:
+        left, whole: of each channel what the decay of each token leaves, and that of the whole window.
+    """
     shape, staged = cta.shape, cta.staged
     apart = shape.token_blocks * shape.block_vectors
     scaled = scales_probes(cta.key.read_dtype or "", lone=shape.lone)
-    scale = Float32(PROBE_SCALE if scaled else 1.0)
-    for own, words, channel, of_channel in zip(
-        own_channels(cta.tile, cta.place.thread), records.words, early.channels, decays, strict=True
+    scale = Float32(PROBE_SCALE if scaled else UNCUT if shape.state_tf32(cta.tile) and not shape.tensor else 1.0)
+    for own, decay, channel, of_channel in zip(
+        own_channels(cta.tile, cta.place.thread), whole, early.channels, left, strict=True
     ):
-        so_far = Float32(0.0)
-        for word in words:
-            so_far = so_far + word
+        so_far = decay * scale
         for t in range(apart):
             pair = [Float32(0.0)] * 2
             if t < shape.tokens:
-                so_far = so_far + of_channel[t]
-                decay = exp2(so_far * Float32(LOG2_E)) * scale
-                pair = [channel[t].query * decay, channel[t].key * decay]
+                so_far = so_far * of_channel[t]
+                pair = [channel[t].query * so_far, channel[t].key * so_far]
             staged.store(t, *own, pair, apart, cta.terms)
 
 

@@ -46,9 +46,3 @@ def bulk_load(
 def bulk_wait(barrier: Any) -> None:
     """Wait until all copies on a barrier have arrived."""
     cute.arch.mbarrier_wait(barrier, 0)
-
-
-def bulk_prefetch_if(predicate: Any, address: Any, num_bytes: int) -> None:
-    """Have global memory brought to L2 where the predicate holds; address and size are multiples of 16."""
-    text = "{.reg .pred p; setp.ne.s32 p, {$r1}, 0; @p cp.async.bulk.prefetch.L2.global [{$r0}], %d;}" % num_bytes
-    cute.arch.inline_ptx(text, read_only_args=[address, Int32(predicate)])

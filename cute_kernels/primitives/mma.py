@@ -14,6 +14,7 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Float32, Uint32
 
+from cute_kernels.configs import UNCUT
 from cute_kernels.primitives.convert import pack, unpack
 
 ptx = cute.arch.inline_ptx
@@ -76,14 +77,14 @@ def float_fragment(values: list[Any], terms: int) -> Fragment:
 
 
 def tf32_words(values: list[Any]) -> list[Uint32]:
-    """Floats as a product of TF32 takes them, which drops their last 13 bits: a third of the last bit that it keeps is
-    added, or up to two thirds, so that they are cut as often up as down, by two thirds at most, and what TF32 holds
-    stays as it is. A conversion that rounds takes an instruction twice as long, and another that moves its result."""
-    return [(x * Float32(1 + 2.0**-10 / 3)).bitcast(Uint32) for x in values]
+    """Floats as a product of TF32 takes them, which drops their last 13 bits: times `UNCUT`, so that they are cut as
+    often up as down, by two thirds of the last bit at most, and what TF32 holds stays as it is. Loaded words would move
+    to where a product takes them, and here the product moves them. A conversion that rounds is twice as long."""
+    return [(x * Float32(UNCUT)).bitcast(Uint32) for x in values]
 
 
 def tf32_fragment(words: list[Any]) -> Fragment:
-    """The fragment of TF32 words, two for each 8 of K."""
+    """The fragment of TF32 words, two for each 8 of K: see `tf32_words`."""
     return [[(words[i], words[i + 1])] for i in range(0, len(words), 2)]
 
 

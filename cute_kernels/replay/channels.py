@@ -3,12 +3,15 @@
 In shared memory, float [rows][K]: row j is how much record j has decayed by the end of the window; two rows follow the
 padded window, the decay of the token alone and that of the whole window. With several tokens the window ends before
 them, and the decay of the whole window is followed by a row for each token, its decay and that of the tokens before it.
-Exponents are sums of log-decays, each 0 or less, taken from the last record back; none is a difference.
+Exponents are sums of log-decays, each 0 or less, taken from the last record back; none is a difference. Tokens multiply
+what each leaves.
 """
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import cutlass.cute as cute
@@ -74,32 +77,40 @@ class ChannelRecords:
         """Fill the rows in shared memory for one token, which decays the records of a row that reads."""
         for own, words, decay in zip(own_channels(tile, place.thread), self.words, token, strict=True):
             stage_window(tile, base, own, words, select(reads, decay, Float32(0.0)))
-            stage_row(tile, base, own, tile.padded_window, decay)
+            stage_row(tile, base, own, tile.padded_window, exp2(decay * Float32(LOG2_E)))
 
-    def stage_draft(self, tile: Tile, place: Place, tokens: list[list[Any]], base: Any) -> None:
-        """Fill the rows for several tokens: [channel][token]."""
-        for own, words, decays in zip(own_channels(tile, place.thread), self.words, tokens, strict=True):
-            stage_window(tile, base, own, words, Float32(0.0))
-            so_far = Float32(0.0)
-            for s, decay in enumerate(decays):
-                so_far = so_far + decay
-                stage_row(tile, base, own, tile.padded_window + 1 + s, so_far)
+    def stage_draft(
+        self, tile: Tile, place: Place, left: list[list[Any]], base: Any, scale: float = 1.0
+    ) -> list[Float32]:
+        """Fill the rows for several tokens: [channel][token], what the decay of each leaves; theirs are times `scale`.
+
+        Returns:
+            Of each channel what the whole window leaves.
+        """
+        whole = []
+        for own, words, of_channel in zip(own_channels(tile, place.thread), self.words, left, strict=True):
+            whole.append(stage_window(tile, base, own, words, Float32(0.0)))
+            for s, so_far in enumerate(accumulate(of_channel, operator.mul, initial=Float32(scale))):
+                if s > 0:
+                    stage_row(tile, base, own, tile.padded_window + s, so_far)
+        return whole
 
 
-def stage_row(tile: Tile, base: Any, own: tuple[Int32, Int32], row: int, log_decay: Any) -> None:
-    """One channel of a row: how much a log-decay leaves."""
+def stage_row(tile: Tile, base: Any, own: tuple[Int32, Int32], row: int, factor: Any) -> None:
+    """One channel of a row."""
     channel, inside = own
-    where = base + channel * 4 + row * tile.d_state * 4
-    store_shared_if(inside, where, [exp2(log_decay * Float32(LOG2_E)).bitcast(Int32)])
+    store_shared_if(inside, base + channel * 4 + row * tile.d_state * 4, [factor.bitcast(Int32)])
 
 
-def stage_window(tile: Tile, base: Any, own: tuple[Int32, Int32], words: list[Any], later: Any) -> None:
-    """One channel of the window's rows and of the decay of all of it, with `later` behind it."""
+def stage_window(tile: Tile, base: Any, own: tuple[Int32, Int32], words: list[Any], later: Any) -> Float32:
+    """One channel of the window's rows and of the decay of all of it, with `later` behind it; returns the latter."""
     for j in range(tile.padded_window - 1, -1, -1):
-        stage_row(tile, base, own, j, later)
+        stage_row(tile, base, own, j, exp2(later * Float32(LOG2_E)))
         if j < tile.window:
             later = later + words[j]
-    stage_row(tile, base, own, tile.window_row, later)
+    whole = exp2(later * Float32(LOG2_E))
+    stage_row(tile, base, own, tile.window_row, whole)
+    return whole
 
 
 def key_factors(tile: Tile, base: Any, row: Any, lane8: Any) -> list[Float32]:

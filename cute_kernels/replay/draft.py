@@ -56,6 +56,7 @@ from cute_kernels.replay.codes import (
 from cute_kernels.replay.window import load_row_words
 
 LANES = (16, 8, 4, 2, 1)
+SUMMED = 4  # sums that a warp makes at once, at most 32: more are hardly fewer instructions each, and take registers
 QUAD = (1, 2)  # masks of the lanes that share a vector
 
 
@@ -121,10 +122,10 @@ class Vectors:
         decays = chunk_floats(self.tile, self.decays, self.decay_rows[block], chunk, self.lane)
         return [x * y for x, y in zip(values, decays, strict=True)]
 
-    def tf32_fragment(self, block: int, chunk: int) -> Fragment:
-        """One chunk of a block; TF32 holds 16 bits as they are."""
+    def tf32_fragment(self, block: int, chunk: int, *, cut: bool = False) -> Fragment:
+        """One chunk of a block; `cut`: of floats that have not been multiplied by `UNCUT` yet."""
         values = self.chunk_floats(block, chunk)
-        return tf32_fragment(tf32_words(values) if self.tile.channels else [x.bitcast(Uint32) for x in values])
+        return tf32_fragment(tf32_words(values) if cut else [x.bitcast(Uint32) for x in values])
 
     def fragment(self, block: int, chunk: int, terms: int, bits: int = 16, *, scaled: bool = False) -> Fragment:
         """One chunk of a block, in the order of a state of so many bits an element, times `PROBE_SCALE` if asked."""
@@ -156,9 +157,10 @@ class StagedVectors:
     def store(self, vector: int, channel: Any, inside: Any, pair: list[Any], apart: int, terms: int) -> None:
         """One channel of two vectors, `apart` vectors from each other."""
         if self.tf32:
-            for i, word in enumerate(tf32_words(pair)):
+            for i, value in enumerate(pair):
                 row = vector + i * apart
-                store_shared_if(inside, self.base + row * self.tile.staged_tf32_bytes + channel * 4, [word])
+                where = self.base + row * self.tile.staged_tf32_bytes + channel * 4
+                store_shared_if(inside, where, [value.bitcast(Uint32)])
             return
         for term, word in enumerate(bf16_terms(pair[0], pair[1], terms)):
             row = term * self.blocks * self.of_block + vector
@@ -192,7 +194,7 @@ def score_block(
     kept = max(terms, 3) if probes.dtype == "float16" and not probes.tile.channels else terms
     for c in range(probes.chunks):
         if tf32:
-            left, right = [probes.tf32_fragment(b, c) for b in blocks], keys.tf32_fragment(block, c)
+            left, right = [probes.tf32_fragment(b, c) for b in blocks], keys.tf32_fragment(block, c, cut=True)
         else:
             left, right = [probes.fragment(b, c, terms) for b in blocks], keys.fragment(block, c, terms)
         lower = left[1] if len(left) == 2 else None
@@ -395,30 +397,42 @@ class Scores:
         """Where the warp that scores a block of tokens keeps the decays between tokens."""
         return self.base + self.shape.scores_bytes + block * (self.shape.tokens * self.shape.tokens * 4)
 
-    def _sums_of(self, warp: Any, token: Any) -> Int32:
-        """Where a warp keeps its sums of a token's scores, of the query and then of the key."""
-        return self.base + self.shape.scores_bytes + (warp * self.shape.tokens + token) * (self.shape.tokens * 8)
+    def _sums_of(self, warp: Any) -> Int32:
+        """Where a warp keeps its sums of the tokens' scores: by token, of its query with each token up to it, then of
+        its key with each before it."""
+        return self.base + self.shape.scores_bytes + warp * (self.shape.tokens**2 * 4)
 
-    def store_sums(self, token: int, values: list[Any], warp: Any) -> None:
-        """Sum a token's scores of query and key with every token over the lanes of a warp and store them."""
-        kept = transposing_sum(values, self.lane, LANES)
-        first, _, owner = transposed_place(len(values), self.lane, LANES)
-        for i, value in enumerate(kept):
-            inside = Int32(owner) * Int32(first + i < len(values))
-            store_shared_if(inside, self._sums_of(warp, token) + (first + i) * 4, [value.bitcast(Uint32)])
+    def store_sums(self, values: list[Any], end: int, warp: Any, *, last: bool) -> None:
+        """Sum scores over the lanes of a warp, as many at once as pay, and store them; takes them from `values`.
+
+        Args:
+            values: the last ones before number `end` of all that the warp sums; what is left of them is to come again.
+            last: there are no more.
+        """
+        while len(values) >= SUMMED or (last and values):
+            size = min(SUMMED, 1 << len(values).bit_length() - 1)
+            (value,) = transposing_sum(values[:size], self.lane, LANES)
+            index, _, owner = transposed_place(size, self.lane, LANES)
+            where = self._sums_of(warp) + (index + (end - len(values))) * 4
+            store_shared_if(Int32(owner), where, [value.bitcast(Uint32)])
+            del values[:size]
 
     def load_sums(self, blocks: list[int], token_block: Any) -> list[Float32]:
-        """Scores of tokens with tokens that all warps have summed, in the places of a product."""
+        """Scores of tokens with tokens that all warps have summed, in the places of a product; any score where there is
+        none."""
         raw, last = [], self.shape.tokens - 1
         for block in blocks:
             token = block % self.shape.token_blocks * 8 + self.lane // 4
             token = select(token < last, token, Int32(last))
+            probe = block // self.shape.token_blocks
+            row, latest = token * token + probe * (token + 1), token - probe
             for e in (0, 1):
                 earlier = token_block * 8 + self.lane % 4 * 2 + e
-                earlier = select(earlier < last, earlier, Int32(last))
-                column = earlier + block // self.shape.token_blocks * self.shape.tokens
-                places = [self._sums_of(Int32(warp), token) + column * 4 for warp in range(self.shape.warps)]
-                parts = [load_shared_floats(where, 1, 4)[0] for where in places]
+                column = row + select(earlier < latest, earlier, latest)
+                parts = [
+                    load_shared_floats(self._sums_of(Int32(warp)) + column * 4, 1, 4)[0]
+                    for warp in range(self.shape.warps)
+                ]
                 while len(parts) > 1:
                     parts = [x + y for x, y in zip(parts[::2], parts[1::2], strict=True)]
                 raw += parts

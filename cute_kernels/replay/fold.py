@@ -17,7 +17,6 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
 from cute_kernels.configs import LANES_PER_RECORD, ROW_BLOCK, WARP, Tile
 from cute_kernels.primitives.arithmetic import select
-from cute_kernels.primitives.bulk import bulk_prefetch_if
 from cute_kernels.primitives.convert import bytes_of, pack, unpack
 from cute_kernels.primitives.memory import (
     EVICT_LAST,
@@ -35,7 +34,6 @@ from cute_kernels.replay.channels import column_decays
 from cute_kernels.replay.noise import Noise
 from cute_kernels.replay.window import LoadedRecord, Place, load_row_words
 
-AHEAD = 2  # blocks of rows that a warp has brought to L2 before it reads them
 EXACT_TERMS = {"bfloat16": 1, "float16": 2, "float32": 3}  # of bfloat16, which hold all bits of a number
 MOST_TERMS = 3  # products of terms whose places add up to so many are below the others' rounding
 ROW_LANES = (2, 1)  # masks of the lanes that share a row
@@ -69,11 +67,6 @@ class FoldStatics:
     def blocks(self) -> int:
         """Blocks of 16 rows of a part."""
         return self.tile.rows // ROW_BLOCK // self.parts
-
-    @property
-    def block_bytes(self) -> int:
-        """Of a block in the checkpoint."""
-        return ROW_BLOCK * self.tile.d_state * self.tile.state_size
 
 
 @dataclass(frozen=True)
@@ -363,8 +356,6 @@ def fold_tile(
         if there:
             rows = FoldRows.of(stage, statics, state, checkpoint, number * statics.blocks + block)
             staged = block if tile.value_parts > 1 else rows.block
-            if cutlass.const_expr(not statics.staged):
-                prefetch_block(stage, statics, checkpoint, rows.block + AHEAD * tile.warps)
             for first in cutlass.range_constexpr(0, tile.fold_chunks, tile.fold_span):
                 if cutlass.const_expr(tile.tokens == 0):
                     cute.arch.sync_warp()  # else loads of all passes gather in front of the first, and spill
@@ -423,13 +414,6 @@ def term_products(sums: list[Any], left: list[tuple[Uint32, ...]], right: list[t
     for i, j in sorted(places, key=sum, reverse=True):
         sums = mma_bf16(sums, left[i], right[j])
     return sums
-
-
-def prefetch_block(stage: FoldStage, statics: FoldStatics, checkpoint: Any, block: Any) -> None:
-    """Have a block of rows brought to L2, if the tile has it, by the first lane."""
-    first = Int32(stage.column == 0) * Int32(stage.row == 0)
-    there = first * Int32(block < statics.blocks * statics.parts)
-    bulk_prefetch_if(there, checkpoint + Int64(block * statics.block_bytes), statics.block_bytes)
 
 
 def product_at(stage: FoldStage, tile: Tile, row: Any, probe: int) -> Int32:

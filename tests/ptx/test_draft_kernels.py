@@ -29,6 +29,7 @@ from tests.helpers.tolerance import same_bytes
 from tests.ptx import recorder
 from tests.ptx.launches import Bench, Interpreted, swap
 from tests.ptx.machine import Mode, TroubleError
+from tests.test_ragged import scene_of
 
 pytestmark = pytest.mark.skipif(recorder.why_no_recorder() is not None, reason=str(recorder.why_no_recorder()))
 BF16, F16 = torch.bfloat16, torch.float16
@@ -178,6 +179,20 @@ def test_a_prepared_launch_takes_any_number_of_rows() -> None:
         assert mistakes(one) == []
         one.commit()
     assert (len(work.pool.launches), len(work.cursors.launches)) == (1, 1)
+
+
+def test_what_a_cut_takes_is_made_up_for_factor_by_factor() -> None:
+    """Values of which little is left once their keys have answered for them. With what TF32 takes from two factors made
+    up for at once, also where they had nothing to lose, records of the second step err by 4.0e-3 instead of 2.7e-3."""
+    work = Interpreted.of(scene_of("kda", 4), Bench("sm_90a", "early"))
+    ends = work.inputs.cu_seqlens
+    work.inputs = per_token(work.inputs, lambda x: x.nan_to_num(0.5))
+    first = per_token(work.inputs, lambda x: x[:, : int(ends[3])].clone())._replace(cu_seqlens=ends[:4].clone())
+    assert work.force_fold is not None
+    few = replace(work, inputs=first, cache_indices=work.cache_indices[:3].clone(), force_fold=work.force_fold[:3])
+    few.step()
+    few.commit()
+    assert mistakes(work) == []
 
 
 def test_any_negative_slot_and_the_named_one_are_padding() -> None:

@@ -22,7 +22,7 @@ from tuning.shapes import lookup
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDS = ROOT / "docs" / "records"
-WINDOWS, BATCHES = (RECORDS / f"2026-11-30-h200-nemotron-3-super-{what}.json" for what in ("windows", "verify"))
+WINDOWS, BATCHES = (RECORDS / f"2026-12-01-h200-nemotron-3-super-{what}.json" for what in ("windows", "verify"))
 PRECISION = RECORDS / "2026-11-30-cpu-precision-near-one.json"
 
 

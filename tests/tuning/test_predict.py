@@ -224,7 +224,7 @@ def test_launch_parameters_are_ordered_as_measured(
 
 
 def test_entries_that_say_how_they_were_launched_are_compared(tmp_path: Path) -> None:
-    source = ROOT / "docs" / "records" / "2026-11-30-h200-nemotron-3-super-windows.json"
+    source = ROOT / "docs" / "records" / "2026-12-01-h200-nemotron-3-super-windows.json"
     record = json.loads(source.read_text())
     assert {one.case.replay.window for one in compared([source], ("nonflush",))} == {16, 24, 32, 48}
     assert {one.case.what for one in compared([source])} >= {"nonflush", "flush", "plain"}
@@ -235,7 +235,7 @@ def test_entries_that_say_how_they_were_launched_are_compared(tmp_path: Path) ->
 
 
 def test_a_summary_counts_what_is_missed() -> None:
-    source = ROOT / "docs" / "records" / "2026-11-30-h200-kimi-k3-tp8.json"
+    source = ROOT / "docs" / "records" / "2026-12-01-h200-kimi-k3-tp8.json"
     entries = comparison([source], [H200], lambda key, arch: replace(kernel("NOP"), key=key), lambda one: None)
     assert {entry["what"] for entry in entries} >= {"nonflush", "flush", "plain"}
     for entry in entries:
