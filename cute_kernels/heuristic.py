@@ -154,11 +154,11 @@ def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
     The compiler is told how many CTAs to leave room for where the registers that this allows made a step faster: with
     decays by channel one token, but not where tiles leave room for few anyway (GLM-5.3-Flash in bfloat16: 184 -> 170
     us; in float32 280.8 -> 282.1, 2026-12-01), and up to 8 of any state that no copy stands for (`StepKey.direct`),
-    fewer at windows beyond 16 and none at shorter ones, which would spill (8 tokens at a window of 8 folded in 1870 us); several tokens of Mamba-2 with a 16-bit state (Super: 167
-    -> 164; folds 370 -> 347) or an NVFP4 copy (100 -> 95); of a float32 state with room for fewer than the compiler
-    would make room for (16 tokens at a window of 32: 340 -> 337); and Kimi Delta Attention with copies (GLM-5.3-Flash,
-    NVFP4, one token: 199 -> 168 us, 4 tokens 274 -> 269). Left alone it spills to fit a CTA more with one token of
-    Gated DeltaNet and an NVFP4 copy.
+    fewer at windows beyond 16 and none at shorter ones, which would spill (8 tokens at a window of 8 folded in 1870
+    us); several tokens of Mamba-2 with a 16-bit state (Super: 167 -> 164; folds 370 -> 347) or an NVFP4 copy (100 ->
+    95); of a float32 state with room for fewer than the compiler would make room for (16 tokens at a window of 32: 340
+    -> 337); and Kimi Delta Attention with copies (GLM-5.3-Flash, NVFP4, one token: 199 -> 168 us, 4 tokens 274 -> 269).
+    Left alone it spills to fit a CTA more with one token of Gated DeltaNet and an NVFP4 copy.
 
     Stochastic rounding takes a 16-bit step of Mamba-2 from 62 to 66 registers, which leave room for a CTA fewer. Told
     to leave room for 8, the compiler keeps to 64, without spills (sm_90a, compiled 2026-11-30, not timed).

@@ -319,8 +319,8 @@ def stage_channels(tensors: StepTensors, key: StepKey, place: Place, loads: RowL
     """
     policy, tile = policy_of(key), Tile.of(key)
     if isinstance(policy, Kda) and isinstance(loads.decays, ChannelRecords):
-        # Else decays wait for the first loads while others are not under way yet (GLM-5.3-Flash, batch 256: 285.6 -> 281.5
-        # us; H200, 2026-12-01).
+        # Else decays wait for the first loads while others are not under way yet (GLM-5.3-Flash, batch 256: 285.6 ->
+        # 281.5 us; H200, 2026-12-01).
         zero = barrier_of_zero()
         token = tuple(x + zero for x in loads.early.token)
         decays = [policy.log_decay(channel, token) for channel in loads.early.channels]
