@@ -39,6 +39,8 @@ from cute_kernels.replay.window import (
     load_values,
 )
 
+LONGEST_HELD = 32  # records of a window whose loads are all held in front of Kimi's decays
+
 
 def policy_of(key: StepKey) -> Recurrence:
     """The recurrence's policy for a key."""
@@ -320,8 +322,8 @@ def stage_channels(tensors: StepTensors, key: StepKey, place: Place, loads: RowL
     policy, tile = policy_of(key), Tile.of(key)
     if isinstance(policy, Kda) and isinstance(loads.decays, ChannelRecords):
         # Else decays wait for the first loads while others are not under way yet (GLM-5.3-Flash, batch 256: 285.6 ->
-        # 281.5 us; H200, 2026-12-01).
-        zero = barrier_of_zero()
+        # 281.5 us; H200, 2026-12-01). Of longer windows all at once would take too many registers.
+        zero = barrier_of_zero() if tile.window <= LONGEST_HELD else Float32(0.0)
         token = tuple(x + zero for x in loads.early.token)
         decays = [policy.log_decay(channel, token) for channel in loads.early.channels]
         loads.decays.stage(tile, place, loads.cursor.folds == 0, decays, staging)

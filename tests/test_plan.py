@@ -177,11 +177,12 @@ def test_the_heuristics_choices(kind: Recurrence, replay: ReplaySpec, tokens: in
 
 
 def test_three_whole_heads_of_kimi_are_on_a_multiprocessor() -> None:
-    """Tiles of 64 KiB, with float32 and with bfloat16 decays."""
+    """Tiles of 64 KiB, with float32 and with bfloat16 decays; registers suffice without a word to the compiler
+    (tests/cute_kernels/resources.py)."""
     layer = replace(LAYER, recurrence="kda", head_dim=128)
     for decay in (torch.float32, torch.bfloat16):
         key = plan(layer, ReplaySpec(decay_dtype=decay), batch=256).key
-        assert key.config == StepConfig(ctas=3, precision="tf32")
+        assert key.config == StepConfig(precision="tf32")
         each = smem_bytes(key) + RESERVED_SMEM_BYTES
         assert Tile.of(key).bytes == 64 * 1024 and 3 * each <= MULTIPROCESSOR_SMEM_BYTES < 4 * each
 
