@@ -20,7 +20,7 @@ from replayssm.reference import replay as reference
 from replayssm.spec import RECURRENCES, Recurrence
 from tests.helpers.cases import Case
 from tests.helpers.draw import part, per_token
-from tests.helpers.oracle import F32, F64, NAMES, PAD, Scene, Trace, Work, in_float64, mistakes
+from tests.helpers.oracle import F32, F64, NAMES, PAD, Scene, Trace, Work, first_rows, in_float64, mistakes
 from tests.helpers.tolerance import same_bytes
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -118,10 +118,7 @@ def test_other_rows_and_lengths_are_followed(work: Work, device: torch.device) -
     (on a GPU this is one): nothing of the call before may remain."""
     ends, lengths = work.inputs.cu_seqlens, work.lengths
     work.inputs = per_token(work.inputs, lambda x: x.nan_to_num(0.5))  # any row may have any token here
-    first = per_token(work.inputs, lambda x: x[:, : int(ends[3])].clone())._replace(cu_seqlens=ends[:4].clone())
-    assert work.force_fold is not None
-    few = replace(work, inputs=first, cache_indices=work.cache_indices[:3].clone(), force_fold=work.force_fold[:3])
-    for one in (few, work):
+    for one in (first_rows(work, 3), work):
         assert mistakes(one) == []
         one.commit()
     saved, out = work.clone(), torch.zeros_like(part(work.inputs, "value"))

@@ -45,7 +45,7 @@ from tests.helpers.draw import (
 from tests.helpers.tolerance import excess, same_bytes
 
 __all__ = ["ALL", "BARE", "BASE", "BASES", "F32", "F64", "NAMES", "PAD", "Given", "Scene", "Trace", "Work",
-           "busy_counts", "busy_scene", "make_inputs", "mistakes", "packed", "per_token", "ragged",
+           "busy_counts", "busy_scene", "first_rows", "make_inputs", "mistakes", "packed", "per_token", "ragged",
            "random_pool"]  # fmt: skip
 PAD = -1  # in `Scene.counts`: the row is padding
 NAMES = ("checkpoint", "value", "key", "decay")
@@ -339,6 +339,14 @@ def _appended(works: tuple[Work, Work, Work], given: Work) -> list[str]:
 def ragged(scene: Scene) -> Scene:
     """The same step with 0 to T tokens a row."""
     return replace(scene, lengths=tuple((i + 1) % (scene.case.T + 1) for i in range(len(scene.counts))))
+
+
+def first_rows(work: Work, count: int) -> Any:
+    """The step of the first rows of a ragged one, over the same pool and cursors."""
+    ends, force = work.inputs.cu_seqlens[: count + 1].clone(), work.force_fold
+    inputs = per_token(work.inputs, lambda x: x[:, : int(ends[-1])].clone())._replace(cu_seqlens=ends)
+    force = None if force is None else force[:count]
+    return replace(work, inputs=inputs, cache_indices=work.cache_indices[:count].clone(), force_fold=force)
 
 
 def packed(inputs: Any, lengths: Tensor) -> Any:

@@ -24,7 +24,7 @@ from cute_kernels.configs import Precision, RingLayout, StepConfig
 from replayssm.spec import Recurrence
 from tests.helpers.cases import Case
 from tests.helpers.draw import KERNELS, AnyGiven, DeltaGiven, of_one_key, part, per_token
-from tests.helpers.oracle import BARE, F32, PAD, Given, Scene, Trace, busy_scene, mistakes, ragged
+from tests.helpers.oracle import BARE, F32, PAD, Given, Scene, Trace, busy_scene, first_rows, mistakes, ragged
 from tests.helpers.tolerance import same_bytes
 from tests.ptx import recorder
 from tests.ptx.launches import Bench, Interpreted, swap
@@ -171,11 +171,7 @@ def test_drafts_of_any_lengths_and_commits_are_the_recurrence(kind: Recurrence) 
 def test_a_prepared_launch_takes_any_number_of_rows() -> None:
     """First two rows, then all of them, by one launch each of step and commit: nothing was sized by the first call."""
     work = Interpreted.of(RAGGED[2].scene, Bench(RAGGED[2].arch, "early"))
-    ends = work.inputs.cu_seqlens
-    first = per_token(work.inputs, lambda x: x[:, : int(ends[2])].clone())._replace(cu_seqlens=ends[:3].clone())
-    assert work.force_fold is not None
-    few = replace(work, inputs=first, cache_indices=work.cache_indices[:2].clone(), force_fold=work.force_fold[:2])
-    for one in (few, work):
+    for one in (first_rows(work, 2), work):
         assert mistakes(one) == []
         one.commit()
     assert (len(work.pool.launches), len(work.cursors.launches)) == (1, 1)
@@ -185,11 +181,8 @@ def test_what_a_cut_takes_is_made_up_for_factor_by_factor() -> None:
     """Values of which little is left once their keys have answered for them. With what TF32 takes from two factors made
     up for at once, also where they had nothing to lose, records of the second step err by 4.0e-3 instead of 2.7e-3."""
     work = Interpreted.of(scene_of("kda", 4), Bench("sm_90a", "early"))
-    ends = work.inputs.cu_seqlens
     work.inputs = per_token(work.inputs, lambda x: x.nan_to_num(0.5))
-    first = per_token(work.inputs, lambda x: x[:, : int(ends[3])].clone())._replace(cu_seqlens=ends[:4].clone())
-    assert work.force_fold is not None
-    few = replace(work, inputs=first, cache_indices=work.cache_indices[:3].clone(), force_fold=work.force_fold[:3])
+    few = first_rows(work, 3)
     few.step()
     few.commit()
     assert mistakes(work) == []
