@@ -139,6 +139,11 @@ class StepKey:
         return self.num_tokens > 1 or self.rows.has_cu_seqlens or self.read_dtype is not None
 
     @property
+    def state_dtype(self) -> str:
+        """Of the state that steps read, a copy's or the checkpoint's."""
+        return self.read_dtype or self.checkpoint_dtype
+
+    @property
     def tensor(self) -> bool:
         """Whether tcgen05 multiplies the state by probes."""
         return self.config.readout != "mma"

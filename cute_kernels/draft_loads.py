@@ -8,10 +8,10 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
-from cute_kernels.configs import ROW_BLOCK, SIZE_BYTES
+from cute_kernels.configs import ROW_BLOCK, SIZE_BYTES, WARP
 from cute_kernels.copy_shape import CopyShape
 from cute_kernels.drafts import Cta
-from cute_kernels.primitives.arithmetic import exp2, select
+from cute_kernels.primitives.arithmetic import exp2, power_over, select
 from cute_kernels.primitives.control import words_if
 from cute_kernels.primitives.convert import unpack
 from cute_kernels.primitives.memory import load_shared, load_words
@@ -22,9 +22,9 @@ from cute_kernels.recurrences.kda import Kda
 from cute_kernels.replay.channels import ChannelRecords, own_channels
 from cute_kernels.replay.codes import SCALED, CodeScales, Load
 from cute_kernels.replay.cursor import RowCursor
-from cute_kernels.replay.draft import QUAD, DraftDecays, load_block
-from cute_kernels.replay.quant import CopyPlaces
-from cute_kernels.replay.window import load_scalar_if
+from cute_kernels.replay.draft import LANES, QUAD, DraftDecays, load_block
+from cute_kernels.replay.quant import CopyPlaces, largest_of
+from cute_kernels.replay.window import load_row_words, load_scalar_if
 
 
 def load_probes(cta: Cta) -> list[list[list[Uint32]]]:
@@ -39,13 +39,46 @@ def load_probes(cta: Cta) -> list[list[list[Uint32]]]:
     ]
 
 
-def probe_factors(cta: Cta, probes: list[list[list[Uint32]]]) -> list[list[Any]]:
-    """By probe and block of tokens, what this lane's vector is multiplied by."""
-    if cta.shape.probes == 1:
-        return [[Float32(1.0)] * cta.shape.token_blocks]
-    words = [[unpack(block, cta.key.activation_dtype) for block in probe] for probe in probes]
-    of_blocks = [cta.policy.factors(query, key, QUAD) for query, key in zip(*words, strict=True)]
-    return [list(of_probe) for of_probe in zip(*of_blocks, strict=True)]
+@dataclass(frozen=True)
+class ProbeParts:
+    """The probes in parts whose lanes together have each number once: what a norm or a largest value is made of.
+
+    Args:
+        words: by probe and block of tokens, as `load_probes` loaded them, or of one token, whose vectors all groups of
+            four lanes have, a lane's 32nd.
+        lanes: masks of the lanes that have the other parts.
+    """
+
+    words: list[list[list[Uint32]]]
+    lanes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, cta: Cta, probes: list[list[list[Uint32]]]) -> ProbeParts:
+        if not cta.shape.loads_parts:
+            return cls(probes, QUAD)
+        policy, place, inputs = cta.policy, cta.place, cta.tensors.inputs
+        size = cta.key.d_state * cta.tile.activation_size // WARP
+        words = [
+            [load_row_words(cta.is_token(0), cta.input_place(tensor, 0, place.group) + place.lane * size, size // 4)]
+            for tensor in (policy.query(inputs), policy.key(inputs))[: cta.shape.probes]
+        ]
+        return cls(words, LANES)
+
+    def factors(self, cta: Cta) -> list[list[Any]]:
+        """By probe and block of tokens, what this lane's vector is multiplied by."""
+        if cta.shape.probes == 1:
+            return [[Float32(1.0)] * cta.shape.token_blocks]
+        words = [[unpack(block, cta.key.activation_dtype) for block in probe] for probe in self.words]
+        of_blocks = [cta.policy.factors(query, key, self.lanes) for query, key in zip(*words, strict=True)]
+        return [list(of_probe) for of_probe in zip(*of_blocks, strict=True)]
+
+    def scales(self, cta: Cta) -> list[Float32]:
+        """By probe block, the power of two that brings the largest of this lane's vector to 2**14 at least and less
+        than 2**15; 1 where they came as float16. None where state and probes do not meet as such."""
+        blocks, dtype = [block for probe in self.words for block in probe], cta.key.activation_dtype
+        if not cta.shape.halves or dtype == "float16":
+            return [Float32(1.0)] * len(blocks) if cta.shape.halves else []
+        return [power_over(largest_of(unpack(words, dtype), self.lanes), 14) for words in blocks]
 
 
 @dataclass(frozen=True)
@@ -208,7 +241,7 @@ class Draft:
     Args:
         gate: of this lane's token.
         decays: see there.
-        factors: what `probe_factors` found.
+        factors: what `ProbeParts.factors` found.
         lane: this lane.
     """
 

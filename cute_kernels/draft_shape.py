@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cute_kernels.configs import TERMS, UNCUT, KdaOptions, StepKey, Tile
+from cute_kernels.configs import ROW_BLOCK, TERMS, UNCUT, KdaOptions, StepKey, Tile
 from cute_kernels.copy_shape import ATOM_BLOCKS, ATOM_ROWS, CopyShape
+
+HALVES = ("float16", "float8_e4m3fn")  # dtypes of states that may meet their probes as float16
+MOST_LIFTED = 512  # bytes of a row: its part is 64 registers of a lane
 
 
 @dataclass(frozen=True)
@@ -20,6 +23,11 @@ class DraftShape:
         tf32: whether floats meet as TF32 where they are many, those of a float32 state and keys of decaying channels,
             which outputs and records of bfloat16 do not show: to split them into terms took a third of a step's
             instructions.
+        halves: whether state and probes meet as float16, the probes times powers of two of their own: one instruction
+            makes that of two codes of e4m3, where bfloat16 takes seven for four. Where channels decay, what is largest
+            in a probe would be known too late for that; with longer windows and more than two blocks of probes it
+            would spill (H200, 2026-12-01, batch 256: Qwen3.5-122B, FP8 copy, 90.5 -> 83.4 us, of 4 tokens 113 -> 108;
+            Super, FP8, 4 and 8 tokens 96.6 -> 90.0 and 109.2 -> 104.6; in float16, 4 tokens 154 -> 147).
         scale_bytes: of the scales of blocks that are copied to shared memory behind the tiles of several heads, where
             these are whole atoms (Super, NVFP4, one token: 89 registers instead of 104); else 0, and lanes load them.
     """
@@ -34,11 +42,13 @@ class DraftShape:
     copies: bool
     tensor: bool
     tf32: bool
+    halves: bool
     scale_bytes: int
 
     @classmethod
     def of(cls, key: StepKey) -> DraftShape:
         config, scale_bytes = key.config, 0
+        short = key.window <= ROW_BLOCK and key.probes * -(-key.num_tokens // 8) <= 2
         if config.heads > 1:
             copy, rows = CopyShape.of(key), config.heads * key.head_dim
             scale_bytes = rows * copy.atoms * ATOM_BLOCKS if rows % ATOM_ROWS == 0 else 0
@@ -53,6 +63,7 @@ class DraftShape:
             copies=key.read_dtype is not None,
             tensor=key.tensor,
             tf32=config.precision == "tf32" and key.activation_dtype == "bfloat16" and key.num_tokens > 1,
+            halves=key.state_dtype in HALVES and short and not isinstance(key.options, KdaOptions) and not key.tensor,
             scale_bytes=scale_bytes,
         )
 
@@ -79,8 +90,21 @@ class DraftShape:
         return self.channels and (self.token_blocks > 1 or self.window_columns == 16)
 
     @property
+    def loads_parts(self) -> bool:
+        """Whether lanes load a 32nd of one token's probes besides, for their norms and largest values: fewer
+        instructions and registers than from what every group of four lanes has of them, but where two probes meet as
+        float16 the loads cost more (batch 256: Qwen3.5-122B, NVFP4, 87.6 -> 84.7 us, GLM-5.3-Flash 171.6 -> 167.1,
+        Super, FP8, 78.7 -> 77.5; Qwen3.5-122B, FP8, 83.6 -> 85.0; H200, 2026-12-01)."""
+        return self.lone and self.halves == (self.probes == 1)
+
+    @property
     def token_blocks(self) -> int:
         return -(-self.tokens // 8)
+
+    @property
+    def block_tokens(self) -> int:
+        """Of a block, at most."""
+        return min(self.tokens, 8)
 
     @property
     def probe_blocks(self) -> int:
@@ -97,8 +121,8 @@ class DraftShape:
 
     @property
     def score_stride(self) -> int:
-        """Floats between the scores of two probes: 8 more than a multiple of 32, so that 8 rows lie in all banks."""
-        return -(-(self.window_columns + 8 * self.token_blocks - 8) // 32) * 32 + 8
+        """Floats between the scores of two probes: an odd number of times 8, so that 4 rows of 8 lie in all banks."""
+        return -(-(self.window_columns + 8 * self.token_blocks - 8) // 16) * 16 + 8
 
     @property
     def lone_columns(self) -> int:
@@ -111,10 +135,10 @@ class DraftShape:
 
     @property
     def between_bytes(self) -> int:
-        """Shared memory of what passes between tokens: decays [token block][token][token], or where channels decay by
-        themselves the scores that each warp has summed over its channels, as many numbers (`replay.draft.Scores`)."""
-        tables = self.warps if self.channels else self.token_blocks
-        return -(-tables * self.tokens * self.tokens * 4 // 16) * 16
+        """Shared memory of what passes between tokens: decays [token block][token][token of the block], or where
+        channels decay by themselves the scores that each warp has summed over its channels (`replay.draft.Scores`)."""
+        tables, row = (self.warps, self.tokens) if self.channels else (self.token_blocks, self.block_tokens)
+        return -(-tables * self.tokens * row * 4 // 16) * 16
 
     def state_tf32(self, tile: Tile) -> bool:
         """Whether the state is multiplied as TF32."""
@@ -139,6 +163,19 @@ class DraftShape:
         staged beside the tile, and a fold needs them."""
         return self.copies and not self.channels
 
+    def lifted_bytes(self, tile: Tile) -> int:
+        """Of the end of the tile, what a fold takes into registers, for its records to lie there: 16 rows a warp.
+
+        So it does with more records than 16, which would leave room for a CTA fewer (Super, window 32, 8 records, 8 and
+        16 tokens: 293 -> 284 us and 335 -> 317, with rows anywhere in the window 363 -> 351 and 503 -> 472; H200,
+        2026-12-01).
+        """
+        rows = ROW_BLOCK * tile.warps
+        fits = tile.rows % rows == 0 and tile.d_state * tile.state_size <= MOST_LIFTED
+        if self.copies or self.channels or self.tensor or self.window <= ROW_BLOCK or not fits:
+            return 0
+        return rows * tile.d_state * tile.state_size
+
     def head_bytes(self, tile: Tile) -> int:
         """Shared memory of a head, behind tiles and scales: decays by channel, the scores that it has weighed or those
         of the only head, what is between tokens, probes."""
@@ -151,5 +188,5 @@ class DraftShape:
         own = self.heads * self.head_bytes(tile) + (self.scores_bytes if self.heads > 1 else 0)
         if self.tensor and not self.channels:
             return own
-        before = self.heads * tile.bytes + self.scale_bytes if self.folds_over_tiles else 0
+        before = self.heads * tile.bytes + self.scale_bytes if self.folds_over_tiles else self.lifted_bytes(tile)
         return max(own, self.heads * tile.staging_bytes - before)

@@ -19,8 +19,9 @@ DRAWING_REGISTERS = 64  # likewise, of a step that rounds stochastically
 CHANNEL_CTAS, LONG_CHANNEL_CTAS = 4, 2  # of a recurrence whose channels decay by themselves; with more than 16 records
 CHANNEL_DRAFT_CTAS, LONG_CHANNEL_DRAFT_CTAS, LONG_KEY_CTAS = 4, 3, 3  # likewise, of several tokens; of long keys
 FEW_CTAS, MANY_CTAS = 264, 1584  # 2 and 12 on each of an H200's multiprocessors
-# Of heads that share a CTA, by bits of the copy and by one or several tokens: how many, and registers of a thread.
-SHARED_HEADS = {(4, True): (4, 80), (4, False): (4, 96), (8, True): (2, 128)}
+# Of heads that share a CTA, by bits of the copy and by one or several tokens: how many, and the registers that a thread
+# is held to. Those of one token and a copy of 8 bits take 128 by themselves, and held to them they spill.
+SHARED_HEADS = {(4, True): (4, 80), (4, False): (4, 96), (8, True): (2, None), (8, False): (2, 146)}
 SHARED_FOLD_VALUES = 16  # state values that a fold of theirs takes at a time
 
 
@@ -89,28 +90,35 @@ def held_registers(key: StepKey) -> int | None:
     """The registers that a thread of a step on tensor cores is held to, or None: see `heuristic_config`."""
     tile, floats = Tile.of(key), "float32" in (key.activation_dtype, key.record_dtype)
     if key.read_dtype is None:
-        many = key.num_tokens * key.probes > 16
-        if tile.channels or key.activation_dtype != "bfloat16" or floats or key.num_tokens == 1 or many:
+        if tile.channels or key.activation_dtype != "bfloat16" or floats or key.num_tokens == 1:
             return None
-        return LONE_REGISTERS if tile.read_bits == 32 else HELD_REGISTERS if key.probes == 1 else None
+        if key.num_tokens * key.probes > 16:
+            return LONE_REGISTERS if tile.read_bits == 16 and key.window > ROW_BLOCK else None
+        if key.probes == 2:
+            few = tile.read_bits == 32 and key.window <= 2 * ROW_BLOCK
+            return LONE_REGISTERS if few else HELD_REGISTERS if DraftShape.of(key).halves else None
+        return LONE_REGISTERS if tile.read_bits == 32 or key.window > 2 * ROW_BLOCK else HELD_REGISTERS
     if tile.channels:
         kimi = tile.rows == 128 and key.d_state <= 128 and not floats
-        short = key.num_tokens <= 4 and key.window <= ROW_BLOCK
+        short = key.num_tokens <= 4 and (key.window == ROW_BLOCK or (key.window < ROW_BLOCK and tile.read_bits == 16))
         return {4: LONE_REGISTERS, 16: HELD_REGISTERS}.get(tile.read_bits) if kimi and short else None
-    if key.read_dtype == "nvfp4" and (key.probes == 1) == (key.num_tokens > 1):
-        return HELD_REGISTERS if key.probes == 1 else LONE_REGISTERS
-    return None
+    if DraftShape.of(key).halves and key.read_dtype == "float8_e4m3fn":
+        return LONE_REGISTERS if key.probes == 2 and not floats else None
+    return HELD_REGISTERS if key.read_dtype == "nvfp4" and key.probes == 1 and key.num_tokens > 1 else None
 
 
 def sharing_heads(key: StepKey, batch: int, arch: Arch) -> StepKey | None:
     """The same with several heads a CTA, or None where that does not pay: see `heuristic_config`."""
-    heads, registers = SHARED_HEADS.get((Tile.of(key).read_bits, key.num_tokens == 1), (1, 0))
+    heads, registers = SHARED_HEADS.get((Tile.of(key).read_bits, key.num_tokens == 1), (1, None))
     if key.read_dtype is None or key.probes > 1 or key.window > ROW_BLOCK or heads == 1 or key.config.warps > 1:
         return None
     candidate = replace(key, config=replace(key.config, heads=heads, fold_values=SHARED_FOLD_VALUES))
     if invalid_reason(candidate, arch) or batch * candidate.row_ctas < MANY_CTAS:
         return None
-    return replace(candidate, config=replace(candidate.config, ctas=room_within(candidate, registers)))
+    if key.read_dtype == "nvfp4" and key.window < ROW_BLOCK:
+        registers = None  # held to them it would spill: Super folded in 2.0 ms at a window of 8
+    ctas = 1 if registers is None else room_within(candidate, registers)
+    return replace(candidate, config=replace(candidate.config, ctas=ctas))
 
 
 def on_tensor_memory(key: StepKey, batch: int, arch: Arch) -> StepKey | None:
@@ -149,7 +157,7 @@ def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
 
     A CTA takes one head, but of Mamba-2 with small copies several where there are many: they score the records once,
     and a fold of 16 values at a time leaves registers for more of them (Super, batch 256, NVFP4, with 1 row in 16
-    folding 125 -> 114 us, of 8 tokens 155 -> 147, FP8 133 -> 128; at batch 32 17 -> 27).
+    folding 125 -> 114 us, of 8 tokens 155 -> 147, FP8 133 -> 128, of 4 tokens 201 -> 198; at batch 32 17 -> 27).
 
     The compiler is told how many CTAs to leave room for where the registers that this allows made a step faster: with
     decays by channel one token, but not where tiles leave room for few anyway (GLM-5.3-Flash in bfloat16: 184 -> 170
@@ -157,8 +165,9 @@ def heuristic_config(key: StepKey, batch: int, arch: Arch) -> StepConfig | None:
     fewer at windows beyond 16 and none at shorter ones, which would spill (8 tokens at a window of 8 folded in 1870
     us); several tokens of Mamba-2 with a 16-bit state (Super: 167 -> 164; folds 370 -> 347) or an NVFP4 copy (100 ->
     95); of a float32 state with room for fewer than the compiler would make room for (16 tokens at a window of 32: 340
-    -> 337); and Kimi Delta Attention with copies (GLM-5.3-Flash, NVFP4, one token: 199 -> 168 us, 4 tokens 274 -> 269).
-    Left alone it spills to fit a CTA more with one token of Gated DeltaNet and an NVFP4 copy.
+    -> 337); Kimi Delta Attention with copies (GLM-5.3-Flash, NVFP4, one token: 199 -> 168 us, 4 tokens 274 -> 269); and
+    Gated DeltaNet with a float16 state (Qwen3.5-122B, 4 and 8 tokens: 187 -> 161, 210 -> 181) or several tokens and an
+    FP8 copy (4 and 8: 125 -> 108, 143 -> 121).
 
     Stochastic rounding takes a 16-bit step of Mamba-2 from 62 to 66 registers, which leave room for a CTA fewer. Told
     to leave room for 8, the compiler keeps to 64, without spills (sm_90a, compiled 2026-11-30, not timed).

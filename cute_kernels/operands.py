@@ -76,7 +76,7 @@ class OperandShape:
     def of(cls, key: StepKey) -> OperandShape:
         tile, precision, activation = Tile.of(key), key.config.precision, key.activation_dtype
         decoded, drawn = key.config.readout == "tcgen05_f16", isinstance(key.options, KdaOptions)
-        dtype = "bfloat16" if decoded else key.read_dtype or key.checkpoint_dtype
+        dtype = "bfloat16" if decoded else key.state_dtype
         floats = drawn or activation == "float32"
         # The 11 bits of float16 are more than TF32's rounding leaves of a sum.
         asked: Precision = "fp32" if activation == "float16" and precision == "tf32" else precision
@@ -214,7 +214,7 @@ class OperandShape:
 
 def unfit_reason(key: StepKey, tensor_columns: int) -> str | None:
     """Why tcgen05 cannot compute the readout of this key, or None: the one statement of what it serves."""
-    dtype, rows = key.read_dtype or key.checkpoint_dtype, Tile.of(key).rows
+    dtype, rows = key.state_dtype, Tile.of(key).rows
     if not tensor_columns:
         return "readout: this architecture has no tcgen05; use mma"
     if not key.drafts or not key.num_tokens:

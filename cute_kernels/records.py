@@ -26,7 +26,7 @@ from cute_kernels.replay.channels import ChannelRecords, own_channels, scaled_ke
 from cute_kernels.replay.cursor import RowCursor
 from cute_kernels.replay.decay import decay_to_end
 from cute_kernels.replay.delta import columns
-from cute_kernels.replay.fold import FoldStage, FoldStatics, fold_tile, stage_record
+from cute_kernels.replay.fold import FoldStage, FoldStatics, fold_tile, lifted_rows, stage_record
 from cute_kernels.replay.noise import Noise
 from cute_kernels.replay.readout import ROW_LANES, OutputRows
 from cute_kernels.replay.window import (
@@ -338,6 +338,7 @@ class StagedFold:
     statics: FoldStatics
     decays: Any
     noise: Noise | None
+    lifted: cute.Tensor | None
 
 
 def stage_fold(
@@ -349,9 +350,11 @@ def stage_fold(
     decays: LaneDecays,
     shared: TileMemory,
     to: Any,
+    *,
+    lifts: bool = False,
 ) -> StagedFold:
     """Stage the cursor's records, to be folded into the tile in shared memory, or where that holds a copy into the
-    checkpoint itself at address `to`.
+    checkpoint itself at address `to`; with `lifts` over the end of the tile.
 
     Where channels decay by themselves, their decays must be staged already, the window ending with these records.
     """
@@ -367,6 +370,9 @@ def stage_fold(
     )
     stage = FoldStage.of(tile, shared.state, shared.staging, place)
     noise = Noise.load(pool.seed, cursors, cursor.slot, place)
+    lifted = lifted_rows(stage, statics, shared.state, to) if lifts else None
+    if lifts:
+        cute.arch.barrier()
     lane8 = place.lane % LANES_PER_RECORD
     for first in range(0, tile.padded_window, tile.records_per_pass):
         index = first + place.thread // LANES_PER_RECORD
@@ -382,9 +388,9 @@ def stage_fold(
     if shared.arrival is not None:
         bulk_wait(shared.arrival)
     window = window_decays(tile, shared.staging) if tile.channels else columns([[decays.window]])
-    return StagedFold(stage, statics, window, noise)
+    return StagedFold(stage, statics, window, noise, lifted)
 
 
 def fold_staged(fold: StagedFold, state: Any, to: Any, count: Any, part: Any) -> None:
     """Fold a part of a tile without probes; see `fold_tile`."""
-    fold_tile(fold.stage, fold.statics, state, to, count, fold.decays, None, fold.noise, part)
+    fold_tile(fold.stage, fold.statics, state, to, count, fold.decays, None, fold.noise, part, fold.lifted)

@@ -32,7 +32,7 @@ class Scoring:
 
     Args:
         probes: what `load_probes` loaded.
-        factors: what `probe_factors` found.
+        factors: what `ProbeParts.factors` found.
     """
 
     cta: Cta

@@ -35,10 +35,10 @@ from cute_kernels.copy_shape import TILE_ROWS, CopyShape
 from cute_kernels.draft_loads import (
     Draft,
     HeadLoads,
+    ProbeParts,
     WindowLoads,
     load_keys,
     load_probes,
-    probe_factors,
     staged_blocks,
 )
 from cute_kernels.draft_shape import DraftShape
@@ -195,7 +195,7 @@ def first_scales(cta: Cta, cursor: RowCursor) -> Int64:
 
 def state_rows(cta: Cta, cursor: RowCursor, loads: WindowLoads) -> StateRows:
     """This lane's rows of the tile."""
-    dtype, scales, direct = cta.key.read_dtype or cta.key.checkpoint_dtype, loads.scales, cta.key.direct
+    dtype, scales, direct = cta.key.state_dtype, loads.scales, cta.key.direct
     if cta.shape.scale_bytes and scales is not None:
         scales = staged_blocks(cta, scales)
     state = cta.source(cursor.slot) if direct else cta.memory.state
@@ -341,26 +341,25 @@ def fold_and_copy(
     """Fold staged records into the checkpoint at `to` part by part, and make the copy of each while L2 has it: the
     tiles of all CTAs together are more than fits there."""
     for part in cutlass.range(statics.parts, unroll=1):
-        fold_tile(stage, statics, cta.memory.state, to, cursor.count, decays, None, noise, part)
+        fold_tile(stage, statics, cta.memory.state, to, cursor.count, decays, None, noise, part, None)
         cute.arch.sync_warp()  # a lane encodes what others of its warp have folded
         write_copy(cta, cursor, part, statics.parts)
 
 
-def state_probes(cta: Cta, probes: list[list[list[Uint32]]]) -> StateProbes:
+def state_probes(cta: Cta, probes: list[list[list[Uint32]]], scales: list[Float32]) -> StateProbes:
     """What `load_probes` loaded, or where channels decay what is staged of it, as registers meet the state."""
     vectors: Any = cta.staged if cta.shape.channels else cta.probes(probes)
-    dtype = cta.key.read_dtype or cta.key.checkpoint_dtype
-    return StateProbes(vectors, dtype, cta.terms, cta.shape.lone, cta.shape.state_tf32(cta.tile))
+    return StateProbes(vectors, cta.key.state_dtype, cta.terms, cta.shape.lone, cta.shape.state_tf32(cta.tile), scales)
 
 
 def fold_head(cta: Cta, cursor: RowCursor, decays: LaneDecays, memory: TileMemory) -> None:
     """Fold the committed records of a head, and make its copy anew."""
     pool, key, place = cta.tensors.pool, cta.key, cta.place
-    size = SIZE_BYTES[key.checkpoint_dtype]
-    if not cta.shape.tensor:  # `products.finish` has a barrier
+    size, lifts = SIZE_BYTES[key.checkpoint_dtype], cta.shape.lifted_bytes(cta.tile) > 0
+    if not cta.shape.tensor and not lifts:  # `products.finish` has a barrier, and rows are lifted in front of one
         cute.arch.barrier()
     to = address(pool.checkpoint, size, cursor.slot, place.head, place.first_row)
-    fold = stage_fold(pool, cta.tensors.cursors, key, place, cursor, decays, memory, to)
+    fold = stage_fold(pool, cta.tensors.cursors, key, place, cursor, decays, memory, to, lifts=lifts)
     if key.read_dtype is None:
         fold_staged(fold, memory.state, to, cursor.count, Int32(0))
     else:
@@ -401,6 +400,7 @@ def verify_kernel(tensors: StepTensors, total: Int32, pad_slot: Int32, key: cutl
             memory = replace(memory, state=shared.state + head % heads * tile.bytes)
     cta = Cta(tensors, key, place, Channels.of(tile, place, tensor=shape.tensor), first_token, num_tokens, memory)
     probes = load_probes(cta)
+    parts = ProbeParts.of(cta, probes)
     early = HeadLoads.start(cta)
     bulk_init(cute.arch.thread_idx()[0], shared.arrival, 2 if shape.scale_bytes else 1)
     cute.arch.barrier()
@@ -435,6 +435,8 @@ def verify_kernel(tensors: StepTensors, total: Int32, pad_slot: Int32, key: cutl
         folding = memory
         if cutlass.const_expr(shape.folds_over_tiles):
             folding = replace(memory, staging=shared.state + head % heads * tile.staging_bytes)
+        elif cutlass.const_expr(shape.lifted_bytes(tile) > 0):
+            folding = replace(memory, staging=memory.staging - shape.lifted_bytes(tile))
         loads = WindowLoads.start(cta, cursor)
         # Where channels decay much is computed before any score: a barrier of all loads costs more than it brings.
         zero = Float32(0.0) if tile.channels else barrier_of_zero()
@@ -445,7 +447,7 @@ def verify_kernel(tensors: StepTensors, total: Int32, pad_slot: Int32, key: cutl
             # tokens of Super, batch 256: 288 -> 272 us); with less to read it pays to start early (Qwen3.5-122B in
             # bfloat16, 8 tokens: 183 -> 177; H200, 2026-11-30).
             early = replace(early, gate=tuple(None if x is None else x + zero for x in early.gate))
-        factors = probe_factors(cta, probes)
+        factors, scales = parts.factors(cta), parts.scales(cta)
         draft, scoring = Draft.of(cta, early, loads.decays, factors), Scoring(cta, cursor, probes, factors)
         if cutlass.const_expr(tile.channels):
             stage_channels(cta, cursor, early, loads.decays)
@@ -464,7 +466,7 @@ def verify_kernel(tensors: StepTensors, total: Int32, pad_slot: Int32, key: cutl
             cta.sync()
         if cutlass.const_expr(not key.direct):
             bulk_wait(shared.arrival)
-        read_head(cta, cursor, early, loads, draft, state_probes(cta, probes))
+        read_head(cta, cursor, early, loads, draft, state_probes(cta, probes, scales))
         if cutlass.const_expr(shape.tensor):
             folding = products.finish(cta)
         if cursor.folds:

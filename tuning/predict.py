@@ -53,10 +53,13 @@ REGISTER_UNIT = 256  # registers are given to a warp in whole units
 # Opcodes by pipe, with the cycles that a scheduler's part of the pipe is busy for a warp; one that ends in * stands for
 # all that begin so, and the first that matches is taken. CUDA C++ Programming Guide, throughput of arithmetic
 # instructions, compute capability 9.0 and 10.0: float 128 results a cycle and multiprocessor, integer 64, special
-# functions 16. A warp's m16n8k16 is taken at half the dense rate of the tensor cores, which mma.sync does not reach.
+# functions 16. An H200 takes 2.0 cycles for LOP3, PRMT, FMNMX, IMAD and F2FP from float32, 2.5 for F2FP from e4m3
+# (2026-12-01). A warp's m16n8k16 is taken at half the dense rate of the tensor cores, which mma.sync does not reach.
 PIPES: tuple[tuple[str, float, str], ...] = (
     ("fma", 2, "FFMA2 FMUL2 FADD2"),
-    ("fma", 1, "FFMA* FMUL* FADD* HFMA2* HADD2* HMUL2* FSWZADD IMAD*"),
+    ("fma", 1, "FFMA* FMUL* FADD* HFMA2* HADD2* HMUL2* FSWZADD"),
+    ("fma", 2, "IMAD*"),
+    ("alu", 2, "F2FP*"),
     ("xu", 8, "MUFU* F2F* F2I* I2F FRND* POPC FLO BREV"),
     ("tensor", 8, "HMMA* IMMA* QMMA* OMMA* DMMA*"),
     (
@@ -64,7 +67,7 @@ PIPES: tuple[tuple[str, float, str], ...] = (
         2,
         "LOP3* IADD* VIADD* VIMNMX* SHF* SHL SHR SEL* FSEL* ISETP* FSETP* HSET* FSET* FMNMX* PRMT* LEA* MOV* PLOP3*",
     ),
-    ("alu", 2, "F2FP* I2FP* IABS IMNMX SGXT* CS2R* P2R* R2P* FCHK"),
+    ("alu", 2, "I2FP* IABS IMNMX SGXT* CS2R* P2R* R2P* FCHK"),
     ("tensor memory", 0, "LDTM* STTM*"),
     ("tcgen05", 0, "UTC*"),
     ("lsu", 0, "LD* ST* ATOM* RED* SHFL* S2R BAR* SYNCS* CCTL* MEMBAR* FENCE*"),

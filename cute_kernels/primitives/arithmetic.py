@@ -50,6 +50,19 @@ def paired(opcode: str, *values: list[Any]) -> list[Float32]:
     return found
 
 
+def power_over(largest: Any, exponent: int) -> Float32:
+    """The power of two that brings `largest`, which is not negative, to 2**exponent at least and less than twice that;
+    2**126 at most. That of infinity is that of 2**128."""
+    biased = Int32(largest.bitcast(Uint32) >> 23)
+    least = Int32(1 + exponent)
+    return ((Int32(254 + exponent) - select(biased < least, least, biased)) << 23).bitcast(Float32)
+
+
+def inverse_power(power: Any) -> Float32:
+    """1 over a power of two from 2**-126 to 2**126."""
+    return (Uint32(254 << 23) - power.bitcast(Uint32)).bitcast(Float32)
+
+
 def product(x: Any, y: Any) -> Float32:
     """x * y, rounded to nearest even, subnormals kept."""
     return rounded("mul.rn.f32", x, y)

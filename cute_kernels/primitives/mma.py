@@ -1,5 +1,5 @@
-"""Products on tensor cores with float32 sums: mma.sync m16n8k16 of bfloat16, floats being sums of such terms, and
-m16n8k8 of TF32, floats being cut to 11 bits.
+"""Products on tensor cores with float32 sums: mma.sync m16n8k16 of bfloat16 or float16, floats being sums of such
+terms, and m16n8k8 of TF32, floats being cut to 11 bits.
 
 A fragment is a lane's share of eight vectors along K, a list of (word, word) for each 16 of K, of TF32 for each 8, and,
 within it, for each term: lane 4 g + t has vector g, and of every 16 or 8 elements those that it loaded together. Which
@@ -23,22 +23,27 @@ Product = Callable[[list[Any], tuple[Any, ...], tuple[Any, ...]], list[Float32]]
 HIGH = 0xFFFF0000
 
 
-def mma_bf16(sums: list[Any], a: tuple[Any, ...], b: tuple[Any, ...]) -> list[Float32]:
-    """`sums` + A B: 16 x 8 of 16 products each."""
+def _mma(shape: str, dtype: str, sums: list[Any], a: tuple[Any, ...], b: tuple[Any, ...]) -> list[Float32]:
     text = (
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{$w0},{$w1},{$w2},{$w3}}, "
+        f"mma.sync.aligned.{shape}.row.col.f32.{dtype}.{dtype}.f32 {{{{$w0}},{{$w1}},{{$w2}},{{$w3}}}}, "
         "{{$r0},{$r1},{$r2},{$r3}}, {{$r4},{$r5}}, {{$r6},{$r7},{$r8},{$r9}};"
     )
     return list(ptx(text, write_only_types=[Float32] * 4, read_only_args=[*a, *b, *sums]))
+
+
+def mma_bf16(sums: list[Any], a: tuple[Any, ...], b: tuple[Any, ...]) -> list[Float32]:
+    """`sums` + A B: 16 x 8 of 16 products each."""
+    return _mma("m16n8k16", "bf16", sums, a, b)
+
+
+def mma_f16(sums: list[Any], a: tuple[Any, ...], b: tuple[Any, ...]) -> list[Float32]:
+    """The same of float16."""
+    return _mma("m16n8k16", "f16", sums, a, b)
 
 
 def mma_tf32(sums: list[Any], a: tuple[Any, ...], b: tuple[Any, ...]) -> list[Float32]:
     """`sums` + A B: 16 x 8 of 8 products each."""
-    text = (
-        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {{$w0},{$w1},{$w2},{$w3}}, "
-        "{{$r0},{$r1},{$r2},{$r3}}, {{$r4},{$r5}}, {{$r6},{$r7},{$r8},{$r9}};"
-    )
-    return list(ptx(text, write_only_types=[Float32] * 4, read_only_args=[*a, *b, *sums]))
+    return _mma("m16n8k8", "tf32", sums, a, b)
 
 
 def lower_halves(x: Any, y: Any) -> Uint32:
@@ -62,18 +67,31 @@ def bf16_terms(x: Any, y: Any, count: int) -> list[Uint32]:
 
 def fragment(words: list[Any], dtype: str, terms: int) -> Fragment:
     """The fragment of packed elements, four for each 16 of K; bfloat16 is its own only term."""
-    if dtype == "bfloat16":
-        return [[(words[i], words[i + 1])] for i in range(0, len(words), 2)]
-    return float_fragment(unpack(words, dtype), terms)
+    return packed_fragment(words) if dtype == "bfloat16" else float_fragment(unpack(words, dtype), terms)
 
 
-def float_fragment(values: list[Any], terms: int) -> Fragment:
-    """The fragment of floats, four for each 16 of K."""
+def f16_terms(x: Any, y: Any, count: int) -> list[Uint32]:
+    """The same of `count` float16, each rounded; of 11 bits each as long as they are normal numbers."""
+    terms = []
+    for n in range(count):
+        terms += pack([x, y], "float16")
+        if n + 1 < count:
+            x, y = (z - part for z, part in zip((x, y), unpack(terms[-1:], "float16"), strict=True))
+    return terms
+
+
+def float_fragment(values: list[Any], terms: int, split: Callable[..., list[Uint32]] = bf16_terms) -> Fragment:
+    """The fragment of floats, four for each 16 of K, which `split` makes terms of."""
     made = []
     for i in range(0, len(values), 4):
-        low, high = (bf16_terms(values[j], values[j + 1], terms) for j in (i, i + 2))
+        low, high = (split(values[j], values[j + 1], terms) for j in (i, i + 2))
         made.append(list(zip(low, high, strict=True)))
     return made
+
+
+def packed_fragment(words: list[Any]) -> Fragment:
+    """The fragment of words that are a product's as they are, two for each of its steps along K."""
+    return [[(words[i], words[i + 1])] for i in range(0, len(words), 2)]
 
 
 def tf32_words(values: list[Any]) -> list[Uint32]:
@@ -81,11 +99,6 @@ def tf32_words(values: list[Any]) -> list[Uint32]:
     often up as down, by two thirds of the last bit at most, and what TF32 holds stays as it is. Loaded words would move
     to where a product takes them, and here the product moves them. A conversion that rounds is twice as long."""
     return [(x * Float32(UNCUT)).bitcast(Uint32) for x in values]
-
-
-def tf32_fragment(words: list[Any]) -> Fragment:
-    """The fragment of TF32 words, two for each 8 of K: see `tf32_words`."""
-    return [[(words[i], words[i + 1])] for i in range(0, len(words), 2)]
 
 
 def multiply(

@@ -27,6 +27,7 @@ from cutlass import Float32, Int64, Uint32
 from cute_kernels.configs import Tile
 from cute_kernels.copy_shape import ATOM_BLOCKS, BLOCK, CopyShape
 from cute_kernels.primitives.arithmetic import product, select
+from cute_kernels.primitives.convert import unpack_e4m3
 from cute_kernels.primitives.memory import load_words
 from cute_kernels.primitives.mma import Fragment, lower_halves, upper_halves
 from cute_kernels.replay.quant import CopyPlaces, scale_at
@@ -134,6 +135,11 @@ def code_fragment(dtype: str, words: list[Any], factors: list[Any]) -> Fragment:
     return made
 
 
+def halves(words: list[Any], dtype: str) -> list[Uint32]:
+    """Words of a state in one of `draft_shape.HALVES` as pairs of float16, neighbours in a pair."""
+    return words if dtype == "float16" else [pair for word in words for pair in unpack_e4m3(word)]
+
+
 def block_factors(word: Any, count: int) -> list[Uint32]:
     """The scales of nvfp4 blocks in the lowest bytes of a word, times 2**64, each as a pair of bfloat16."""
     pairs = [((word >> 8 * i & Uint32(0xFF)) * Uint32(0x00100010)) for i in range(count)]
@@ -226,9 +232,10 @@ class CodeScales:
         """What a sum over a row, which is 2**-power of what it should be but for the scale of the row, is times."""
         return self.rows[row] * Float32(2.0**power) if power else self.rows[row]
 
-    def scaled(self, part: int, sums: list[list[Any]]) -> list[list[Any]]:
-        """Sums of products, (row, probe), (row, next probe), (next row, probe), .., with the scales of rows."""
+    def scaled(self, part: int, sums: list[list[Any]], power: int) -> list[list[Any]]:
+        """Sums of products, (row, probe), (row, next probe), (next row, probe), .., which are 2**-power of what they
+        should be but for the scales of rows, with those."""
         if not self.rows:
             return sums
-        rows = [self.of_sums(2 * part + i, SUM_POWER.get(self.shape.read_dtype, 0)) for i in (0, 1)]
+        rows = [self.of_sums(2 * part + i, power) for i in (0, 1)]
         return [[x * rows[i // 2] for i, x in enumerate(block)] for block in sums]

@@ -19,7 +19,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 
 from cute_kernels.configs import WARP, Tile
 from cute_kernels.draft_shape import DraftShape
-from cute_kernels.primitives.arithmetic import exp2, select
+from cute_kernels.primitives.arithmetic import exp2, inverse_power, select
 from cute_kernels.primitives.convert import unpack
 from cute_kernels.primitives.memory import (
     load_shared_floats,
@@ -33,20 +33,24 @@ from cute_kernels.primitives.mma import (
     Fragment,
     Product,
     bf16_terms,
+    f16_terms,
     float_fragment,
     fragment,
     mma_bf16,
+    mma_f16,
     mma_tf32,
     multiply,
-    tf32_fragment,
+    packed_fragment,
     tf32_words,
 )
 from cute_kernels.primitives.reduce import broadcast, transposed_place, transposing_sum
 from cute_kernels.replay.codes import (
     PROBE_SCALE,
+    SUM_POWER,
     TWO_40,
     CodeScales,
     code_fragment,
+    halves,
     ordered,
     ordered_pairs,
     ordered_place,
@@ -125,7 +129,15 @@ class Vectors:
     def tf32_fragment(self, block: int, chunk: int, *, cut: bool = False) -> Fragment:
         """One chunk of a block; `cut`: of floats that have not been multiplied by `UNCUT` yet."""
         values = self.chunk_floats(block, chunk)
-        return tf32_fragment(tf32_words(values) if cut else [x.bitcast(Uint32) for x in values])
+        return packed_fragment(tf32_words(values) if cut else [x.bitcast(Uint32) for x in values])
+
+    def f16_fragment(self, block: int, chunk: int, terms: int, scale: Any) -> Fragment:
+        """One chunk of a block as float16, times `scale` but where it came as such."""
+        words = self.chunk_words(block, chunk)
+        if self.dtype == "float16":
+            return packed_fragment(words)
+        values = [x * scale for x in unpack(words, self.dtype)]
+        return float_fragment(values, 1 if self.dtype == "bfloat16" else terms, f16_terms)
 
     def fragment(self, block: int, chunk: int, terms: int, bits: int = 16, *, scaled: bool = False) -> Fragment:
         """One chunk of a block, in the order of a state of so many bits an element, times `PROBE_SCALE` if asked."""
@@ -172,7 +184,7 @@ class StagedVectors:
         """One chunk of a block."""
         vector = self.tile.read_vector
         where = self.base + (block * 8 + self.lane // 4) * self.tile.staged_tf32_bytes + self.lane % 4 * (vector * 4)
-        return tf32_fragment(load_shared_words(where, vector, 16, offset=chunk * 16 * vector))
+        return packed_fragment(load_shared_words(where, vector, 16, offset=chunk * 16 * vector))
 
     def fragment(self, block: int, chunk: int, terms: int, bits: int, *, scaled: bool) -> Fragment:
         """One chunk of a block, as `Vectors.fragment`; they are stored in the state's order and scaled."""
@@ -227,19 +239,20 @@ class StateRows:
             return load_shared_words(self.state + offset, size // 4, 16, offset=skip)
         return [w for i in range(0, size, 16) for w in load_words(self.state + Int64(offset), 4, offset=skip + i)]
 
-    def fragments(
-        self, pair: int, chunk: int, terms: int, *, scaled: bool = True, tf32: bool = False
-    ) -> list[Fragment]:
-        """Both rows of a pair, one chunk of K; codes of nvfp4 times the scales of their blocks if asked."""
+    def fragments(self, pair: int, chunk: int, probes: StateProbes, *, scaled: bool = True) -> list[Fragment]:
+        """Both rows of a pair, one chunk of K, as they meet `probes`; codes of nvfp4 times the scales of their blocks
+        if asked."""
         row_bytes, access = (n * self.tile.read_bits // 8 for n in (self.tile.d_state, self.tile.read_vector))
         row, ahead = self.pairs[pair]
         first, made = row * row_bytes + self.lane % 4 * access, []
         for i in (0, 1):
             words = self.load(first, access, (ahead + i) * row_bytes + chunk * 4 * access)
-            if tf32:
-                made.append(tf32_fragment(tf32_words([word.bitcast(Float32) for word in words])))
+            if probes.tf32:
+                made.append(packed_fragment(tf32_words([word.bitcast(Float32) for word in words])))
+            elif probes.scales:
+                made.append(packed_fragment(halves(words, self.dtype)))
             elif self.scales is None:
-                made.append(fragment(words, self.dtype, terms))
+                made.append(fragment(words, self.dtype, probes.terms))
             else:
                 factors = self.scales.factors(2 * pair + i, chunk) if scaled else []
                 made.append(code_fragment(self.dtype, words, factors))
@@ -249,12 +262,18 @@ class StateRows:
         """For each pair of rows their products with each block of probes, as `multiply` returns them."""
         sums = [[[Float32(0.0)] * 4 for _ in range(probes.blocks)] for _ in self.pairs]
         for c in range(probes.chunks):
-            rows = [self.fragments(pair, c, probes.terms, tf32=probes.tf32) for pair in range(len(self.pairs))]
+            rows = [self.fragments(pair, c, probes) for pair in range(len(self.pairs))]
             for b in range(probes.blocks):
                 right = probes.fragment(b, c)
                 for of_pair, (upper, lower) in zip(sums, rows, strict=True):
                     of_pair[b] = multiply(of_pair[b], upper, lower, right, probes.terms, probes.product)
-        return sums if self.scales is None else [self.scales.scaled(i, of_pair) for i, of_pair in enumerate(sums)]
+        for b, inverses in enumerate(probes.column_inverses()):
+            for of_pair in sums:
+                of_pair[b] = [x * inverses[j % 2] for j, x in enumerate(of_pair[b])]
+        if self.scales is None:
+            return sums
+        power = 0 if probes.scales else SUM_POWER.get(self.dtype, 0)
+        return [self.scales.scaled(i, of_pair, power) for i, of_pair in enumerate(sums)]
 
     def lone_products(self, probes: StateProbes) -> list[list[Float32]]:
         """For each of one token's probes its products with this lane's rows: the four lanes of a row have a part each.
@@ -262,22 +281,24 @@ class StateRows:
         A lane's part of a row meets the probe in two columns of its own, one for each of two nvfp4 blocks, so the
         scales of blocks are factors of sums and not of codes.
         """
-        blocks, power = self.dtype == "nvfp4", 80 if scales_probes(self.dtype, lone=True) else 0
+        blocks, power = self.dtype == "nvfp4", 80 if probes.times_power else 0
         sums: list[list[Float32]] = [[] for _ in range(probes.blocks)]
         for pair in range(len(self.pairs)):
             found = [[Float32(0.0)] * 2 for _ in sums]
             raw = [[Float32(0.0)] * 4 for _ in sums]
             for c in range(probes.chunks):
-                upper, lower = self.fragments(pair, c, probes.terms, scaled=not blocks)
+                upper, lower = self.fragments(pair, c, probes, scaled=not blocks)
                 for p in range(probes.blocks):
                     start = [Float32(0.0)] * 4 if blocks else raw[p]
-                    raw[p] = multiply(start, upper, lower, probes.fragment(p, c), probes.terms)
+                    raw[p] = multiply(start, upper, lower, probes.fragment(p, c), probes.terms, probes.product)
                     if blocks and self.scales is not None:
                         for i in (0, 1):
                             first, second = self.scales.block_scales(2 * pair + i, c)
                             found[p][i] = found[p][i] + raw[p][2 * i] * first + raw[p][2 * i + 1] * second
             for p, of_probe in enumerate(sums):
                 of_pair = found[p] if blocks else [raw[p][0], raw[p][2]]
+                if probes.scales:
+                    of_pair = [x * inverse_power(probes.scales[p]) for x in of_pair]
                 if self.scales is not None and self.scales.rows:
                     of_pair = [x * self.scales.of_sums(2 * pair + i, power) for i, x in enumerate(of_pair)]
                 of_probe += of_pair
@@ -291,6 +312,8 @@ class StateProbes:
     Args:
         dtype: of the state.
         lone: of one token, for `StateRows.lone_products`: every lane has its part of the vectors.
+        scales: where they meet it as float16, the power of two that this lane's vector of each block is times; else
+            empty.
     """
 
     vectors: Vectors | StagedVectors
@@ -298,10 +321,22 @@ class StateProbes:
     terms: int
     lone: bool
     tf32: bool
+    scales: list[Float32]
 
     @property
     def product(self) -> Product:
-        return mma_tf32 if self.tf32 else mma_bf16
+        return mma_tf32 if self.tf32 else mma_f16 if self.scales else mma_bf16
+
+    @property
+    def times_power(self) -> bool:
+        """Whether they are times `codes.PROBE_SCALE`."""
+        return not self.scales and scales_probes(self.dtype, lone=self.lone)
+
+    def column_inverses(self) -> list[list[Float32]]:
+        """Of each block, what takes `scales` out of this lane's two columns of a product; none where there are none."""
+        lane = self.vectors.lane
+        inverses = [inverse_power(scale) for scale in self.scales]
+        return [[broadcast(x, lane % 4 * 8 + 4 * e) for e in (0, 1)] for x in inverses]
 
     @property
     def blocks(self) -> int:
@@ -316,8 +351,10 @@ class StateProbes:
         vectors = self.vectors
         if self.tf32:
             return vectors.tf32_fragment(block, chunk)
-        scaled = scales_probes(self.dtype, lone=self.lone)
-        words = vectors.fragment(block, chunk, self.terms, vectors.tile.read_bits, scaled=scaled)
+        if self.scales and isinstance(vectors, Vectors):
+            words = vectors.f16_fragment(block, chunk, self.terms, self.scales[block])
+        else:
+            words = vectors.fragment(block, chunk, self.terms, vectors.tile.read_bits, scaled=self.times_power)
         if not self.lone:
             return words
         own = [vectors.lane // 4 == vectors.lane % 4 * 2 + j for j in (0, 1)]
@@ -395,7 +432,7 @@ class Scores:
 
     def _decays_of(self, block: Any) -> Int32:
         """Where the warp that scores a block of tokens keeps the decays between tokens."""
-        return self.base + self.shape.scores_bytes + block * (self.shape.tokens * self.shape.tokens * 4)
+        return self.base + self.shape.scores_bytes + block * (self.shape.tokens * self.shape.block_tokens * 4)
 
     def _sums_of(self, warp: Any) -> Int32:
         """Where a warp keeps its sums of the tokens' scores: by token, of its query with each token up to it, then of
@@ -439,13 +476,15 @@ class Scores:
         return raw
 
     def store_decays(self, block: Any, decays: DraftDecays) -> None:
-        """How much each token has decayed by each later one: float [later][earlier], 0 above the diagonal, 1 on it."""
+        """How much each token of a block has decayed by each later one: float [later][earlier], 0 above the diagonal, 1
+        on it."""
         later, tokens = Float32(0.0), self.shape.tokens
         for earlier in range(tokens - 1, -1, -1):
             inside = self.lane >= earlier
             value = select(inside, exp2(later), Float32(0.0))
-            where = self._decays_of(block) + (self.lane * tokens + earlier) * 4
-            store_shared_if(Int32(self.lane < tokens), where, [value.bitcast(Uint32)])
+            where = self._decays_of(block) + (self.lane * self.shape.block_tokens + earlier % 8) * 4
+            mine = Int32(self.lane < tokens) * Int32(block == earlier // 8)
+            store_shared_if(mine, where, [value.bitcast(Uint32)])
             later = later + select(inside, broadcast(decays.log2, earlier), Float32(0.0))
 
     def store_tokens(
@@ -465,10 +504,10 @@ class Scores:
             pair = []
             for e in (0, 1):
                 earlier = first + e
-                inside = select(earlier < shape.tokens, earlier, Int32(0))
+                inside = select(earlier < shape.tokens, earlier - token_block * 8, Int32(0))
                 value = raw[2 * i + e] * (factors[i] * columns[e])
                 if not shape.channels:
-                    where = self._decays_of(token_block) + (last * shape.tokens + inside) * 4
+                    where = self._decays_of(token_block) + (last * shape.block_tokens + inside) * 4
                     value = value * load_shared_floats(where, 1, 4)[0]
                 if block < shape.token_blocks:
                     own = select(earlier == token, skip, Float32(0.0))

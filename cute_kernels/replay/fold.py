@@ -68,6 +68,11 @@ class FoldStatics:
         """Blocks of 16 rows of a part."""
         return self.tile.rows // ROW_BLOCK // self.parts
 
+    @property
+    def turns(self) -> int:
+        """Blocks of a part that a warp folds, at most."""
+        return -(-self.blocks // self.tile.warps)
+
 
 @dataclass(frozen=True)
 class FoldStage:
@@ -244,6 +249,7 @@ class FoldRows:
         first: the first of the two rows.
         state, checkpoint: shared and global address of this thread's first vector.
         dots: by probe, of each row this thread's part of its product.
+        lifted: what `lifted_rows` found, if this is the block that it took.
     """
 
     stage: FoldStage
@@ -253,16 +259,21 @@ class FoldRows:
     state: Int32
     checkpoint: Int64
     dots: list[list[Float32]]
+    lifted: cute.Tensor | None = None
 
     @classmethod
-    def of(cls, stage: FoldStage, statics: FoldStatics, state: Any, checkpoint: Any, block: Any) -> FoldRows:
+    def of(
+        cls, stage: FoldStage, statics: FoldStatics, state: Any, checkpoint: Any, block: Any, lifted: Any = None
+    ) -> FoldRows:
         tile, first = statics.tile, block * ROW_BLOCK + stage.row
         offset = first * (tile.d_state * tile.state_size) + stage.column * 16
         dots = [[Float32(0.0)] * 2 for _ in range(tile.probes)]
-        return cls(stage, statics, block, first, state + offset, checkpoint + Int64(offset), dots)
+        return cls(stage, statics, block, first, state + offset, checkpoint + Int64(offset), dots, lifted)
 
     def load(self, chunk: int) -> list[list[Uint32]]:
         """This thread's vector of both rows, packed."""
+        if self.lifted is not None:
+            return [[self.lifted[(2 * chunk + half) * 4 + i] for i in range(4)] for half in (0, 1)]
         skips = [self.skip(chunk, half) for half in (0, 1)]
         if self.statics.staged:
             return [load_shared(self.state, 4, offset=skip) for skip in skips]
@@ -321,6 +332,17 @@ def decays_of(decays: Any, tile: Tile, chunk: int, column: Any) -> list[Float32]
     return [decays[chunk * tile.vector + e if tile.channels else 0] for e in range(tile.vector)]
 
 
+def lifted_rows(stage: FoldStage, statics: FoldStatics, state: Any, checkpoint: Any) -> cute.Tensor:
+    """This thread's part of the last block of 16 rows that its warp folds, from the tile in shared memory."""
+    block = (statics.turns - 1) * statics.tile.warps + stage.warp
+    rows = FoldRows.of(stage, statics, state, checkpoint, block)
+    words = [word for c in range(statics.tile.fold_chunks) for half in rows.load(c) for word in half]
+    lifted = cute.make_rmem_tensor((len(words),), Uint32)
+    for i, word in enumerate(words):
+        lifted[i] = word
+    return lifted
+
+
 @cute.jit
 def fold_tile(
     stage: FoldStage,
@@ -332,6 +354,7 @@ def fold_tile(
     probes: FoldProbes | None,
     noise: Noise | None,
     number: Int32,
+    lifted: cute.Tensor | None,
 ):
     """Fold the staged records into a part of the tile and write it to the checkpoint.
 
@@ -345,27 +368,51 @@ def fold_tile(
         probes: what the new rows are multiplied by, if anything.
         noise: of stochastic rounding, else None. The products are those of the state before it is rounded.
         number: of the part, of `statics.parts`.
+        lifted: what `lifted_rows` has taken, if the records are staged over that.
     """
-    tile, turns = statics.tile, -(-statics.blocks // statics.tile.warps)
-    sums = cute.make_rmem_tensor((tile.fold_span * tile.vector * 2,), Float32)
+    tile, turns = statics.tile, statics.turns
+    if cutlass.const_expr(lifted is not None):
+        turns = turns - 1
+        last = turns * tile.warps + stage.warp
+        fold_block(stage, statics, state, checkpoint, num_records, decays, probes, noise, number, last, lifted)
     for turn in cutlass.range(turns, unroll=1):
         block = turn * tile.warps + stage.warp
         there = Boolean(True)
         if cutlass.const_expr(statics.blocks % tile.warps != 0):
             there = block < statics.blocks
         if there:
-            rows = FoldRows.of(stage, statics, state, checkpoint, number * statics.blocks + block)
-            staged = block if tile.value_parts > 1 else rows.block
-            for first in cutlass.range_constexpr(0, tile.fold_chunks, tile.fold_span):
-                if cutlass.const_expr(tile.tokens == 0):
-                    cute.arch.sync_warp()  # else loads of all passes gather in front of the first, and spill
-                clear(sums)
-                for group in cutlass.range((num_records + (ROW_BLOCK - 1)) // ROW_BLOCK, unroll=1):
-                    add_records(stage, statics, sums, group * ROW_BLOCK, staged, first)
-                write_rows(rows, first, sums, decays, probes, noise)
-            if cutlass.const_expr(tile.products_in_rows):
-                cute.arch.sync_warp()  # every lane has read the rows that the products are about to overwrite
-            rows.store_products()
+            fold_block(stage, statics, state, checkpoint, num_records, decays, probes, noise, number, block, None)
+
+
+@cute.jit
+def fold_block(
+    stage: FoldStage,
+    statics: cutlass.Constexpr,
+    state: Int32,
+    checkpoint: Int64,
+    num_records: Int32,
+    decays: Any,
+    probes: FoldProbes | None,
+    noise: Noise | None,
+    number: Int32,
+    block: Int32,
+    lifted: cute.Tensor | None,
+):
+    """`fold_tile` for one block of 16 rows of the part."""
+    tile = statics.tile
+    sums = cute.make_rmem_tensor((tile.fold_span * tile.vector * 2,), Float32)
+    rows = FoldRows.of(stage, statics, state, checkpoint, number * statics.blocks + block, lifted)
+    staged = block if tile.value_parts > 1 else rows.block
+    for first in cutlass.range_constexpr(0, tile.fold_chunks, tile.fold_span):
+        if cutlass.const_expr(tile.tokens == 0):
+            cute.arch.sync_warp()  # else loads of all passes gather in front of the first, and spill
+        clear(sums)
+        for group in cutlass.range((num_records + (ROW_BLOCK - 1)) // ROW_BLOCK, unroll=1):
+            add_records(stage, statics, sums, group * ROW_BLOCK, staged, first)
+        write_rows(rows, first, sums, decays, probes, noise)
+    if cutlass.const_expr(tile.products_in_rows):
+        cute.arch.sync_warp()  # every lane has read the rows that the products are about to overwrite
+    rows.store_products()
 
 
 def clear(sums: cute.Tensor) -> None:

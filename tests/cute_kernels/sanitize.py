@@ -3,20 +3,23 @@
     compute-sanitizer --tool memcheck --error-exitcode 1 python -m tests.cute_kernels.sanitize
     compute-sanitizer --tool racecheck --error-exitcode 1 python -m tests.cute_kernels.sanitize
 
-Every step mixes rows that read, rows that fold, rows that are forced to, and padding. One case for each way that the
-step is built: whole heads and heads shared by several CTAs, a window of one pass and of many, 16-bit and 32-bit state
-and activations, every optional input and none, packed and strided rings, dependent launches; several tokens, in one
-block of a matrix instruction and in two, rows of different numbers of them, and read copies. `commit` with and without
-its optional arguments. `materialize` with and without numbers of records, and `flush`, of rows with and without records
-and padding, in three layers of two geometries. Read copies in every format, made by themselves and behind folds.
-Numbers are compared by
-`tests/cute_kernels/test_step.py`, `tests/test_drafts.py`,
-`tests/test_ragged.py`, `tests/test_materialize.py` and `tests/test_read_copy.py`.
+With an argument, only steps, folds and copies whose names contain it. Every step mixes rows that read, rows that fold,
+rows that are forced to, and padding. One case for each way that the step is built: whole heads and heads shared by
+several CTAs, a window of one pass and of many, 16-bit and 32-bit state and activations, every optional input and none,
+packed and strided rings, dependent launches; several tokens, in one block of a matrix instruction and in two, rows of
+different numbers of them, and read copies. `commit` with and without its optional arguments. `materialize` with and
+without numbers of records, and `flush`, of rows with and without records and padding, in three layers of two
+geometries. Read copies in every format, made by themselves and behind folds. Numbers are compared by
+`tests/cute_kernels/test_step.py`, `tests/test_drafts.py`, `tests/test_ragged.py`, `tests/test_materialize.py` and
+`tests/test_read_copy.py`.
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -24,6 +27,7 @@ import replayssm
 from cute_kernels.configs import StepConfig
 from replayssm import LayerSpec, ReplaySpec, make_cursors, make_pool
 from replayssm.spec import READ_FORMATS, ReadDtype
+from tests.helpers.cases import Case
 from tests.helpers.draw import BASES
 from tests.helpers.model import Model, model_of
 from tests.helpers.oracle import BARE, BASE, F32, Scene, Work, busy_scene, ragged
@@ -58,6 +62,7 @@ STEPS: dict[str, tuple[Scene, dict[str, object]]] = {
         for kind, base in BASES.items()
         for name, case, options in (
             ("", replace(base, T=4), {"pdl": True}),
+            (", window 24", replace(base, T=4, V=64, window=24), {"config": StepConfig(warps=2)}),
             (", fp32", replace(base, T=3, activation=F32), {}),
             (
                 ", two CTAs a head, window 33",
@@ -72,7 +77,7 @@ STEPS: dict[str, tuple[Scene, dict[str, object]]] = {
             {},
         )
         for kind, base in BASES.items()
-        for tokens, read in ((1, "nvfp4"), (4, "mxfp8"), (9, torch.int8))
+        for tokens, read in ((1, "nvfp4"), (4, "mxfp8"), (9, torch.int8), (4, torch.float8_e4m3fn))
     },
     **{
         f"{kind}, {tokens} tokens, several heads a CTA": (
@@ -125,20 +130,22 @@ def encode(read: ReadDtype) -> None:
     replayssm.flush(cursors, slots, pools=[pool])
 
 
-def main() -> None:
-    for name, (scene, options) in STEPS.items():
-        run(scene.on("cuda"), options)
-        torch.cuda.synchronize()
-        print(f"{name}: ran", flush=True)
-    for name, case in FOLDS.items():
-        fold(model_of(case, torch.device("cuda"), [case.window, case.window // 2, 0], free=3))
-        torch.cuda.synchronize()
-        print(f"{name}: ran", flush=True)
-    for read in READ_FORMATS:
-        encode(read)
-        torch.cuda.synchronize()
-        print(f"copies in {read}: ran", flush=True)
+def folded(case: Case) -> None:
+    fold(model_of(case, torch.device("cuda"), [case.window, case.window // 2, 0], free=3))
+
+
+def main(part: str) -> None:
+    calls: dict[str, Callable[[], None]] = {
+        **{name: partial(lambda scene, options: run(scene.on("cuda"), options), *step) for name, step in STEPS.items()},
+        **{name: partial(folded, case) for name, case in FOLDS.items()},
+        **{f"copies in {read}": partial(encode, read) for read in READ_FORMATS},
+    }
+    for name, call in calls.items():
+        if part in name:
+            call()
+            torch.cuda.synchronize()
+            print(f"{name}: ran", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1] if len(sys.argv) > 1 else "")

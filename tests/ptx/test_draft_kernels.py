@@ -3,10 +3,10 @@
 Host code and PTX are those that a GPU would run. Numbers: one step against the replay form in float64, and a trace of
 random acceptance against the recurrence over the accepted tokens, within the bounds of the tests of one token. Grid:
 `CASES`, in which 2 to 16 tokens, one and two blocks of them, every dtype, head_dim, d_state, window, split, layout and
-architecture occur for each recurrence; in each, rows that read, that fold, that are forced to, and
-padding, with NaN in all that no output may depend on. `RAGGED`: rows of 0 to T tokens, T of 1 among them, and calls
-that break the rules. Each launch runs with asynchronous copies as early and as late as they may be, and with warps
-in another order, and must give the same bits. Teeth: faults put into the PTX are caught.
+architecture occur for each recurrence; in each, rows that read, that fold, that are forced to, and padding, with NaN in
+all that no output may depend on. `LIFTED`, `HALVES`: what some shapes do. `RAGGED`: rows of 0 to T tokens, T of 1 among
+them, and calls that break the rules. Each launch runs with asynchronous copies as early and as late as they may be, and
+with warps in another order, and must give the same bits. Teeth: faults put into the PTX are caught.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ import torch
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
-from cute_kernels.configs import Precision, RingLayout, StepConfig
+from cute_kernels.configs import Precision, RingLayout, StepConfig, Tile
+from cute_kernels.draft_shape import DraftShape
+from replayssm.keys import step_key
+from replayssm.launch import options_of
 from replayssm.spec import Recurrence
 from tests.helpers.cases import Case
 from tests.helpers.draw import KERNELS, AnyGiven, DeltaGiven, of_one_key, part, per_token
@@ -99,6 +102,14 @@ CASES = (
     Run("sm_90a", case("kda", (1, 1, 64, 256), 16, 9, BF16, F16), DeltaGiven(gate=F32), layout="strided", warps=8),
     Run("sm_90a", case("kda", (1, 1, 64, 64), 33, 2, BF16, F32), warps=8),
 )  # fmt: skip
+LIFTED = (  # a fold's records lie over the end of the tile, which waits in registers
+    Run("sm_90a", case("mamba2", (1, 1, 64, 128), 24, 4, BF16, F32), warps=2),
+    Run("sm_90a", case("gdn", (1, 1, 128, 64), 17, 2, BF16, BF16), warps=4),
+)
+HALVES = (  # state and probes meet as float16
+    Run("sm_90a", case("gdn", (2, 1, 64, 64), 16, 4, BF16, F16), warps=2),
+    Run("sm_90a", case("mamba2", (1, 1, 64, 64), 5, 1, BF16, F16), warps=1, ragged=True),
+)
 RAGGED = (
     Run("sm_90a", case("mamba2", (1, 1, 64, 64), 5, 4, BF16, F32), split=2, pdl=True, ragged=True),
     Run("sm_103a", case("gdn", (1, 1, 64, 64), 16, 9, F32, F32), index=torch.int64, ragged=True),
@@ -119,7 +130,7 @@ def after(run: Run, mode: Mode, seed: int) -> list[torch.Tensor]:
     return [*outputs, *work.written()]
 
 
-@pytest.mark.parametrize("run", [*CASES, *RAGGED], ids=lambda run: run.id)
+@pytest.mark.parametrize("run", [*CASES, *LIFTED, *HALVES, *RAGGED], ids=lambda run: run.id)
 def test_a_step_is_the_replay_form(run: Run) -> None:
     early, late = after(run, "early", 0), after(run, "late", 1)
     assert all(same_bytes(a, b) for a, b in zip(early, late, strict=True))
@@ -137,6 +148,19 @@ def test_the_grid_covers_what_it_says(kind: Recurrence) -> None:
     assert {run.warps for run in runs} == {1, 2, 4, 8}
     assert {run.layout for run in runs} == {"record_major", "head_major", "strided"}
     assert {run.arch for run in runs} == {"sm_90a", "sm_103a"}
+
+
+def test_shapes_do_what_they_are_here_for() -> None:
+    def sizes(run: Run) -> tuple[DraftShape, Tile]:
+        case = run.case
+        options = options_of(run.scene.on("cpu").inputs)
+        key = step_key(case.layer, case.replay, options, num_tokens=case.T, config=run.config)
+        return DraftShape.of(key), Tile.of(key)
+
+    assert [shape.lifted_bytes(tile) for shape, tile in map(sizes, LIFTED)] == [2 * 16 * 512, 4 * 16 * 128]
+    assert all(shape.halves for shape, _ in map(sizes, HALVES))
+    others = [sizes(run) for run in (*CASES, *RAGGED) if run.case.window <= 16 and run.case.checkpoint != F16]
+    assert len(others) > 10 and not any(shape.lifted_bytes(tile) or shape.halves for shape, tile in others)
 
 
 SMALL = {kind: Run("sm_90a", case(kind, (1, 1, 64, 64), 6, 3, F32, F32)) for kind in KERNELS}
@@ -335,6 +359,20 @@ def faults(ptx: str) -> dict[str, tuple[str, str]]:
         for i in range(first, len(re.findall(pattern, ptx)), every):
             found[f"no {what} {i}"] = swap(pattern, by, i)(ptx), beginning
     return found
+
+
+@pytest.mark.parametrize("which", [-1, -2])
+def test_a_barrier_less_around_lifted_rows_is_caught(which: int) -> None:
+    """Those between rows on their way into registers and records, and behind the records."""
+    run = LIFTED[0]
+    scene = replace(run.scene, counts=(24, 3), starts=(4, 5), forced=None)
+    found = []
+    for change in (str, swap(BARRIER, "", which)):
+        try:
+            found.append(mistakes(Interpreted.of(scene, Bench(run.arch, "late", change=change)), config=run.config))
+        except TroubleError as trouble:
+            found.append([str(trouble)])
+    assert found[0] == [] and re.match("race: shared|uninitialised: shared", found[1][0])
 
 
 def caught(kind: Recurrence, changed: str) -> list[str]:

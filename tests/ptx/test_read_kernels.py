@@ -27,7 +27,7 @@ from replayssm.reference import replay as reference
 from replayssm.reference import storage
 from replayssm.spec import READ_FORMATS, RECURRENCES, ReadDtype, Recurrence
 from tests.helpers.cases import Case
-from tests.helpers.oracle import F32, PAD, Scene, Work, mistakes, ragged
+from tests.helpers.oracle import F32, PAD, Given, Scene, Work, mistakes, ragged
 from tests.helpers.tolerance import same_bytes
 from tests.ptx import recorder
 from tests.ptx.launches import Bench, Interpreted, swap
@@ -81,6 +81,8 @@ RUNS = (
     ),
     Run(case("mamba2", 80, 256, 1, BF16, F32), "nvfp4", warps=2),
     Run(case("mamba2", 64, 128, 1, F32, BF16), FP8, ragged=True),
+    Run(case("mamba2", 64, 128, 1, BF16, F32, HV=2), FP8, heads=2),
+    Run(case("gdn", 64, 128, 4, BF16, F32), FP8),
     Run(case("gdn", 128, 64, 4, BF16, F16), "nvfp4", "sm_103a", split=2),
     Run(case("gdn", 64, 256, 1, BF16, BF16), "mxfp8", "sm_103a", ragged=True),
     Run(case("kda", 64, 128, 1, F16, F16), "nvfp4", ragged=True),
@@ -161,6 +163,17 @@ def test_every_code_is_read(read: ReadDtype) -> None:
     assert mistakes(Interpreted.of(with_bytes(PLAIN[read], codes, scale), Bench("sm_90a", "late"))) == []
 
 
+@pytest.mark.parametrize("power", [-100, 90])
+@pytest.mark.parametrize("T", [1, 4])
+def test_probes_of_any_size_are_read(T: int, power: int) -> None:
+    """Queries times a power of two give outputs times that, bit for bit."""
+    scene = replace(Run(case("mamba2", 64, 64, T, F32, F32), FP8).scene, forced=(), given=Given(D=None, z=False))
+    work, changed = scene.on("cpu"), scene.on("cpu")
+    changed.inputs.C.mul_(2.0**power)
+    outs = [Interpreted.of(one, Bench("sm_90a", "early")).step() for one in (work, changed)]
+    assert bool(outs[0].any()) and same_bytes(outs[0] * 2.0**power, outs[1])
+
+
 @pytest.mark.parametrize(("byte", "low", "high"), [(0, 0.0, 1e-30), (1, 0.0, 1e-30), (60, 0, 1e-12), (190, 1e18, 1e30)])
 def test_scales_of_blocks_at_the_ends_of_their_range(byte: int, low: float, high: float) -> None:
     """MXFP8: a block as small as can be counts as 0 at least, never as something else."""
@@ -221,6 +234,11 @@ FAULTS: dict[ReadDtype, dict[str, Callable[[str], str]]] = {
         "a power of two too many": swap(r"shl\.b32(\s+%r\d+, %r\d+), 7;", r"shl.b32\1, 8;", -1),
         "a code without its first bit": swap("133171184", "66062320", 1),
         "half of the exponent": swap("2072017792", "1065369472"),
+    },
+    FP8: {
+        "probes half as large": swap("-2046820352", "-2055208960"),
+        "sums half as large": swap("-117440512", "-125829120"),
+        "codes of one half": swap(r"\{\.reg \.b16 l,h; mov\.b32 \{l,h\}", "{.reg .b16 l,h; mov.b32 {l,l}"),
     },
     INT8: {
         "a sign that is not read": swap("8388736", "0", 1),
