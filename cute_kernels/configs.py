@@ -152,9 +152,9 @@ class StepKey:
     def direct(self) -> bool:
         """Whether lanes load the state from where it lies, and not from a copy in shared memory.
 
-        So they do where channels decay by themselves and there are several tokens: with tiles of 64 KiB beside what
-        such a step stages a multiprocessor has room for two CTAs, without them for four (GLM-5.3-Flash, batch 256, 4
-        and 8 tokens: 392 -> 339 us and 449 -> 410; H200, 2026-11-30).
+        So they do where channels decay and there are several tokens: with tiles of 64 KiB beside what such a step
+        stages a multiprocessor has room for two CTAs, without them for four (GLM-5.3-Flash, batch 256, 4 and 8 tokens:
+        392 -> 339 us and 449 -> 410; H200, 2026-11-30).
         """
         return isinstance(self.options, KdaOptions) and self.drafts and self.read_dtype is None and not self.tensor
 
@@ -283,8 +283,7 @@ class Tile:
     def fold_span(self) -> int:
         """Of these, how many at a time, of two rows: a power of two. Beside a copy the state waits in registers too, so
         that 64 values would spill (Super, NVFP4, batch 256: folds of 788 and 851 us; H200, 2026-11-30)."""
-        copies = self.read_bits != 8 * self.state_size
-        values = min(self.fold_values, 32) if copies else self.fold_values
+        values = self.fold_values if self.read_bits == 8 * self.state_size else min(self.fold_values, 32)
         most = max(1, values // (2 * self.vector))
         return min(self.fold_chunks, 1 << (most.bit_length() - 1))
 

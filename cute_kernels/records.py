@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
@@ -338,7 +338,6 @@ class StagedFold:
     statics: FoldStatics
     decays: Any
     noise: Noise | None
-    lifted: cute.Tensor | None
 
 
 def stage_fold(
@@ -370,8 +369,8 @@ def stage_fold(
     )
     stage = FoldStage.of(tile, shared.state, shared.staging, place)
     noise = Noise.load(pool.seed, cursors, cursor.slot, place)
-    lifted = lifted_rows(stage, statics, shared.state, to) if lifts else None
     if lifts:
+        stage = replace(stage, lifted=lifted_rows(stage, statics, shared.state, to))
         cute.arch.barrier()
     lane8 = place.lane % LANES_PER_RECORD
     for first in range(0, tile.padded_window, tile.records_per_pass):
@@ -388,9 +387,9 @@ def stage_fold(
     if shared.arrival is not None:
         bulk_wait(shared.arrival)
     window = window_decays(tile, shared.staging) if tile.channels else columns([[decays.window]])
-    return StagedFold(stage, statics, window, noise, lifted)
+    return StagedFold(stage, statics, window, noise)
 
 
 def fold_staged(fold: StagedFold, state: Any, to: Any, count: Any, part: Any) -> None:
     """Fold a part of a tile without probes; see `fold_tile`."""
-    fold_tile(fold.stage, fold.statics, state, to, count, fold.decays, None, fold.noise, part, fold.lifted)
+    fold_tile(fold.stage, fold.statics, state, to, count, fold.decays, None, fold.noise, part)

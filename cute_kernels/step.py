@@ -207,7 +207,7 @@ def fold_row(tensors: StepTensors, key: StepKey, place: Place, loads: RowLoads, 
         if tile.value_parts > 1:  # of a window of one pass
             stage_values(stage, statics, index, lane8, record, part)
             cute.arch.barrier()
-        fold_tile(stage, statics, shared.state, checkpoint, count, decays, probes, noise, Int32(part), None)
+        fold_tile(stage, statics, shared.state, checkpoint, count, decays, probes, noise, Int32(part))
     if policy.value_needs_state:
         if not channels:
             append_folded_decay(tensors.pool, place, loads.cursor, gate)

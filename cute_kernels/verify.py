@@ -341,7 +341,7 @@ def fold_and_copy(
     """Fold staged records into the checkpoint at `to` part by part, and make the copy of each while L2 has it: the
     tiles of all CTAs together are more than fits there."""
     for part in cutlass.range(statics.parts, unroll=1):
-        fold_tile(stage, statics, cta.memory.state, to, cursor.count, decays, None, noise, part, None)
+        fold_tile(stage, statics, cta.memory.state, to, cursor.count, decays, None, noise, part)
         cute.arch.sync_warp()  # a lane encodes what others of its warp have folded
         write_copy(cta, cursor, part, statics.parts)
 

@@ -88,6 +88,7 @@ class FoldStage:
         warp: of this thread.
         row, column: of this thread's lane: it has rows `row` and `row` + 8 of a block, and of every
             `tile.fold_lanes` vectors of a row vector `column`.
+        lifted: what `lifted_rows` has taken, if the records are staged over that.
     """
 
     keys: Int32
@@ -96,6 +97,7 @@ class FoldStage:
     warp: Int32
     row: Int32
     column: Int32
+    lifted: cute.Tensor | None = None
 
     @classmethod
     def of(cls, tile: Tile, state: Any, staging: Any, place: Place) -> FoldStage:
@@ -249,7 +251,7 @@ class FoldRows:
         first: the first of the two rows.
         state, checkpoint: shared and global address of this thread's first vector.
         dots: by probe, of each row this thread's part of its product.
-        lifted: what `lifted_rows` found, if this is the block that it took.
+        lifted: whether this is the block that `lifted_rows` took.
     """
 
     stage: FoldStage
@@ -259,11 +261,11 @@ class FoldRows:
     state: Int32
     checkpoint: Int64
     dots: list[list[Float32]]
-    lifted: cute.Tensor | None = None
+    lifted: bool
 
     @classmethod
     def of(
-        cls, stage: FoldStage, statics: FoldStatics, state: Any, checkpoint: Any, block: Any, lifted: Any = None
+        cls, stage: FoldStage, statics: FoldStatics, state: Any, checkpoint: Any, block: Any, *, lifted: bool = False
     ) -> FoldRows:
         tile, first = statics.tile, block * ROW_BLOCK + stage.row
         offset = first * (tile.d_state * tile.state_size) + stage.column * 16
@@ -272,8 +274,8 @@ class FoldRows:
 
     def load(self, chunk: int) -> list[list[Uint32]]:
         """This thread's vector of both rows, packed."""
-        if self.lifted is not None:
-            return [[self.lifted[(2 * chunk + half) * 4 + i] for i in range(4)] for half in (0, 1)]
+        if self.lifted and self.stage.lifted is not None:
+            return [[self.stage.lifted[(2 * chunk + half) * 4 + i] for i in range(4)] for half in (0, 1)]
         skips = [self.skip(chunk, half) for half in (0, 1)]
         if self.statics.staged:
             return [load_shared(self.state, 4, offset=skip) for skip in skips]
@@ -354,7 +356,6 @@ def fold_tile(
     probes: FoldProbes | None,
     noise: Noise | None,
     number: Int32,
-    lifted: cute.Tensor | None,
 ):
     """Fold the staged records into a part of the tile and write it to the checkpoint.
 
@@ -368,41 +369,30 @@ def fold_tile(
         probes: what the new rows are multiplied by, if anything.
         noise: of stochastic rounding, else None. The products are those of the state before it is rounded.
         number: of the part, of `statics.parts`.
-        lifted: what `lifted_rows` has taken, if the records are staged over that.
     """
     tile, turns = statics.tile, statics.turns
-    if cutlass.const_expr(lifted is not None):
+    if cutlass.const_expr(stage.lifted is not None):
         turns = turns - 1
-        last = turns * tile.warps + stage.warp
-        fold_block(stage, statics, state, checkpoint, num_records, decays, probes, noise, number, last, lifted)
+        last = FoldRows.of(stage, statics, state, checkpoint, turns * tile.warps + stage.warp, lifted=True)
+        fold_block(last, last.block, num_records, decays, probes, noise)
     for turn in cutlass.range(turns, unroll=1):
         block = turn * tile.warps + stage.warp
         there = Boolean(True)
         if cutlass.const_expr(statics.blocks % tile.warps != 0):
             there = block < statics.blocks
         if there:
-            fold_block(stage, statics, state, checkpoint, num_records, decays, probes, noise, number, block, None)
+            rows = FoldRows.of(stage, statics, state, checkpoint, number * statics.blocks + block)
+            staged = block if tile.value_parts > 1 else rows.block
+            fold_block(rows, staged, num_records, decays, probes, noise)
 
 
 @cute.jit
 def fold_block(
-    stage: FoldStage,
-    statics: cutlass.Constexpr,
-    state: Int32,
-    checkpoint: Int64,
-    num_records: Int32,
-    decays: Any,
-    probes: FoldProbes | None,
-    noise: Noise | None,
-    number: Int32,
-    block: Int32,
-    lifted: cute.Tensor | None,
+    rows: FoldRows, staged: Int32, num_records: Int32, decays: Any, probes: FoldProbes | None, noise: Noise | None
 ):
-    """`fold_tile` for one block of 16 rows of the part."""
-    tile = statics.tile
+    """`fold_tile` for one block of 16 rows, whose values are those of block `staged`."""
+    stage, statics, tile = rows.stage, rows.statics, rows.statics.tile
     sums = cute.make_rmem_tensor((tile.fold_span * tile.vector * 2,), Float32)
-    rows = FoldRows.of(stage, statics, state, checkpoint, number * statics.blocks + block, lifted)
-    staged = block if tile.value_parts > 1 else rows.block
     for first in cutlass.range_constexpr(0, tile.fold_chunks, tile.fold_span):
         if cutlass.const_expr(tile.tokens == 0):
             cute.arch.sync_warp()  # else loads of all passes gather in front of the first, and spill
