@@ -32,7 +32,7 @@ WARPS = (1, 2, 4, 8)
 HEADS = (1, 2, 4, 8)
 # Registers of a thread: with fewer every step kernel spills, of one token and of several; more none has taken.
 FEWEST_REGISTERS, FEWEST_REGISTERS_OF_DRAFTS, MOST_REGISTERS = 56, 80, 224
-REGISTERS_OF_SHARED_HEADS = tuple(sorted({registers for _, registers in SHARED_HEADS.values() if registers}))
+REGISTERS_OF_SHARED_HEADS = tuple(sorted({HELD_REGISTERS, *(held for _, held in SHARED_HEADS.values() if held)}))
 
 
 @dataclass(frozen=True)
