@@ -74,7 +74,7 @@ class ProbeParts:
 
     def scales(self, cta: Cta) -> list[Float32]:
         """By probe block, the power of two that brings the largest of this lane's vector to 2**14 at least and less
-        than 2**15; 1 where they came as float16. None where state and probes do not meet as such."""
+        than 2**15; 1 where they came as float16. Empty where state and probes do not meet as such."""
         blocks, dtype = [block for probe in self.words for block in probe], cta.key.activation_dtype
         if not cta.shape.halves or dtype == "float16":
             return [Float32(1.0)] * len(blocks) if cta.shape.halves else []
