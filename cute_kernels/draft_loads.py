@@ -29,13 +29,13 @@ from cute_kernels.replay.window import load_row_words, load_scalar_if
 
 def load_probes(cta: Cta) -> list[list[list[Uint32]]]:
     """By probe and block of tokens, this lane's words of its vector."""
-    policy, place, inputs = cta.policy, cta.place, cta.tensors.inputs
+    place = cta.place
     return [
         [
             load_block(cta.input_place(tensor, t, place.group), cta.is_token(t), place.lane, cta.tile)
             for t in cta.probe_tokens
         ]
-        for tensor in (policy.query(inputs), policy.key(inputs))[: cta.shape.probes]
+        for tensor in cta.probe_tensors
     ]
 
 
@@ -56,11 +56,11 @@ class ProbeParts:
     def of(cls, cta: Cta, probes: list[list[list[Uint32]]]) -> ProbeParts:
         if not cta.shape.loads_parts:
             return cls(probes, QUAD)
-        policy, place, inputs = cta.policy, cta.place, cta.tensors.inputs
+        place = cta.place
         size = cta.key.d_state * cta.tile.activation_size // WARP
         words = [
             [load_row_words(cta.is_token(0), cta.input_place(tensor, 0, place.group) + place.lane * size, size // 4)]
-            for tensor in (policy.query(inputs), policy.key(inputs))[: cta.shape.probes]
+            for tensor in cta.probe_tensors
         ]
         return cls(words, LANES)
 

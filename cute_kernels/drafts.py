@@ -148,6 +148,12 @@ class Cta:
         )
 
     @property
+    def probe_tensors(self) -> tuple[cute.Tensor, ...]:
+        """The inputs that the state meets: queries, and keys under a delta rule."""
+        inputs = self.tensors.inputs
+        return (self.policy.query(inputs), self.policy.key(inputs))[: self.shape.probes]
+
+    @property
     def probe_tokens(self) -> list[Any]:
         """The token whose part this lane has in each block of probes; every lane that of the only one."""
         if self.shape.lone:
